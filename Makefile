@@ -1,0 +1,63 @@
+# `make demo` and `make test` do everything, set-up included, on a machine with Python 3.10 or newer.
+#
+#   PYTHON=python3.12        the interpreter .venv is made from
+#   TORCH_INDEX=<place>      an index address or a folder that has CPU builds of torch (used only where no CUDA device is)
+#   MEGATRON=<requirement>   another megatron-core than the one the tests' digits were made with
+#   TESTS=tests/test_x.py    what `make test` runs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench-data clean
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+MEGATRON ?= megatron-core==0.16.1
+TESTS ?= tests
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+READY := .venv/ready
+
+help:
+	@echo "make demo        train, kill, resume and compare, bit for bit (about 5 minutes on 2 cores)"
+	@echo "make test        the tests"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench-data  how long the sampler takes to its first batch"
+	@echo "make clean       remove what the others made, .venv included"
+
+demo: $(READY)
+	$(BIN)/python cookbook/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-data: $(READY)
+	$(BIN)/python benchmarks/bench_data.py
+
+clean:
+	rm -rf .venv demo-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# Made once, and again only when what it installs has changed. A torch that is already in .venv is kept as it is.
+$(READY): setup.py Makefile
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("megaresume needs Python 3.10 or newer, found " + sys.version.split()[0] + ": say make PYTHON=<another>")'
+	@test -x $(BIN)/python || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	    echo "using the torch in .venv: $$($(BIN)/python -c 'import torch; print(torch.__version__)')"; \
+	elif nvidia-smi --list-gpus >/dev/null 2>&1; then \
+	    echo "a CUDA device is here: installing $(TORCH)"; \
+	    $(PIP) '$(TORCH)'; \
+	else \
+	    echo "no CUDA device is here: installing $(TORCH), a CPU build where pip can find one"; \
+	    $(PIP) '$(TORCH)' $(if $(TORCH_INDEX),$(if $(wildcard $(TORCH_INDEX)),--find-links,--extra-index-url) '$(TORCH_INDEX)'); \
+	    $(BIN)/python -c 'import torch; torch.version.cuda and print("this torch is a CUDA build: it runs here on the CPU, but is large; README.md tells how TORCH_INDEX avoids it")'; \
+	fi
+	@echo "installing megaresume and its tools into .venv"
+	$(PIP) '$(MEGATRON)' --editable '.[demo,test,lint]'
+	@touch $@

@@ -1,0 +1,512 @@
+"""ResumeManager: the one object a training loop talks to. It counts steps, saves when due, stops when asked, and resumes.
+
+What it decides is decided elsewhere (`resume_request`, `store.lineage`, `audit`); what it does to tensors is done in `saving` and
+`restoring`. Here is the order of things, and the guards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megaresume import restoring, saving
+from megaresume.errors import ConfigurationError, PoisonedError, ReplayDivergedError
+from megaresume.job import read_job
+from megaresume.journal import Journal
+from megaresume.megatron.parallel import reports_loss, update_microbatches
+from megaresume.resume_request import Choice, choose, parse_request
+from megaresume.run_objects import TRAIN, RunObjects, agree_on_shape, as_chunks, find_place
+from megaresume.state.registered import Registered
+from megaresume.status import StatusWord
+from megaresume.stop import StopSignals
+from megaresume.store import layout
+from megaresume.store.attempts import Attempt, claim_attempt
+from megaresume.store.commit import SaveReport
+from megaresume.store.control import DEFAULT_TIMEOUT_S, open_control_plane
+from megaresume.store.retention import prune, remove_leftovers
+from megaresume.store.rootcheck import check_root
+
+if TYPE_CHECKING:
+    from megaresume.data.sampler import DataParallelBatchSampler
+
+logger = logging.getLogger("megaresume")
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What `resume()` did, on every rank the same.
+
+    path, step: the checkpoint that was restored and its step; None and 0 for a fresh start.
+    passed: (name, reason) of each newer checkpoint that was passed over.
+    changes: what differs from the checkpoint on purpose; the replay audit is off where there are any.
+    notes, left_out: one line for each difference that was settled, and for each part that was not restored.
+    """
+
+    path: Path | None
+    step: int
+    consumed_train_samples: int
+    attempt: int
+    passed: tuple[tuple[str, str], ...] = ()
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+class ResumeManager:
+    """Makes a Megatron-style training loop stop anywhere and go on as if it had never stopped.
+
+    Args:
+        root: directory of this run's checkpoints, shared by all ranks; made if it is not there.
+        model: the model, or the list of its virtual pipeline chunks, DDP-wrapped or not.
+        optimizer: megatron-core's optimizer (distributed, chained, plain) or a `torch.optim.Optimizer`; None trains nothing.
+        scheduler: `OptimizerParamScheduler` or another object with `state_dict()`.
+        data: samplers by name; "train" is counted by `end_step`, others by `advance`.
+        save_every: steps between saves; None saves only on `save()`, on a stop and at the end.
+        keep_last: number of newest checkpoints that a save leaves; None keeps all.
+        register: objects of your own that resume too, by name: tensors, generators, dicts of tensors, or objects with a `state_dict`.
+            Every rank saves and gets back its own.
+        extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be changed.
+        resume_from: see `resume_request.parse_request`: None (newest, or a fresh start), "latest", a step, or a directory.
+        start_fresh: allows a start from step 0 though an earlier one committed and nothing of it is readable.
+        replay: "report" compares steps trained again with the log and says how they agree; "raise" also raises when they don't.
+        verify: "load" checks every byte while it is read; "first" reads all files twice and touches nothing before all are whole;
+            "none" trusts the disk.
+        save_rng, load_rng: whether random streams are stored and restored; each acts on its own side alone.
+        override_opt_param_scheduler: this run's learning rates, weight decays and schedule win over the checkpoint's
+            (Megatron's argument of this name). Default: what the scheduler was built with.
+        allow_data_change: settings of the data that may differ from the checkpoint's, such as {"global_batch_size"}.
+        stop_signals: names of signals that ask for a save and a stop.
+        topology_axes: sizes of parallel axes megaresume does not know, to be recorded and compared.
+        timeout_s: how long any rank waits for another's answer before it is named in an error.
+
+    Collective over all ranks: construction, `resume`, `end_step`, `poll`, `save`, `close`. Construct it after model parallelism, model
+    and optimizer.
+    """
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        *,
+        model: Any,
+        optimizer: Any | None = None,
+        scheduler: Any | None = None,
+        data: Mapping[str, DataParallelBatchSampler] | None = None,
+        save_every: int | None = None,
+        keep_last: int | None = None,
+        register: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        resume_from: int | str | PathLike[str] | None = None,
+        start_fresh: bool = False,
+        replay: str = "report",
+        verify: str = "load",
+        save_rng: bool = True,
+        load_rng: bool = True,
+        override_opt_param_scheduler: bool | None = None,
+        allow_data_change: AbstractSet[str] = frozenset(),
+        stop_signals: Iterable[str] = ("SIGTERM", "SIGUSR1"),
+        topology_axes: Mapping[str, int] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        for name, value in (("save_every", save_every), ("keep_last", keep_last)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigurationError(f"{name} must be a whole number of at least 1 or None, found {value!r}")
+        _check_choice("replay", replay, ("report", "raise"))
+        _check_choice("verify", verify, ("load", "first", "none"))
+        if "://" in str(root):
+            raise ConfigurationError(
+                f"root {str(root)!r} is a URI; checkpoints are written to local or mounted directories"
+            )
+        self.root = Path(root)
+        self.extra: dict[str, Any] = dict(extra or {})
+        self.step = 0
+        self.should_stop = False
+        self._objects = RunObjects(as_chunks(model), optimizer, scheduler, dict(data or {}), Registered(register or {}))
+        self._save_every, self._keep_last, self._save_rng = save_every, keep_last, save_rng
+        self._request, self._start_fresh, self._replay_rule = parse_request(resume_from), start_fresh, replay
+        override = override_opt_param_scheduler
+        if override is None:
+            override = bool(getattr(scheduler, "override_opt_param_scheduler", False))
+        self._options = restoring.Options(
+            load_rng=load_rng,
+            override_opt_param_scheduler=override,
+            allow_data_change=frozenset(allow_data_change),
+            verify=verify,
+        )
+        self._place = find_place(topology_axes)
+        self._control = open_control_plane(timeout_s=timeout_s, label=self._place.stem)
+        check_root(self.root, control=self._control)
+        self._shape = agree_on_shape(self._control, self._place, self._objects)
+        self._signals = StopSignals(stop_signals)
+        self._signals.install()
+        self._word = StatusWord()
+        self._attempt: Attempt | None = None
+        self._journal: Journal | None = None
+        self._samples_without_sampler = 0
+        self._skipped_samples = 0
+        self._saved_step: int | None = None
+        self._scheduler_position = _position_of(scheduler)
+        self._unlogged: dict[str, Any] | None = None
+        self._poisoned: str | None = None
+        self._closed = False
+
+    # --- resuming ---------------------------------------------------------------------------------------------------------------
+
+    def resume(self, *, weights_only: bool = False, skip_data: bool = True) -> ResumeReport:
+        """Restore the checkpoint that `resume_from` asks for, or start fresh where nothing was committed yet. Once, before training.
+
+        `weights_only` takes parameters and buffers alone: step 0, fresh optimizer (masters refreshed), data and random numbers.
+        `skip_data=False` restores everything but the position in the data. Either is said in one line and recorded.
+
+        Collective. Raises a named error on all ranks; unless it is PoisonedError, live objects are as they were.
+        """
+        self._guard()
+        if self._attempt is not None:
+            raise ConfigurationError("resume() was called before; a manager resumes once, before training")
+        started = time.monotonic()
+        choice = self._choose()
+        if choice.note:
+            self._say(choice.note)
+        passed = tuple((name, reason) for name, reason in choice.passed)
+        if not choice.paths:
+            self._claim(start_step=0, resumed_from=None, changes=(), root_id=None)
+            self._say(f"{self.root}: fresh start, no checkpoint was committed here before")
+            report = ResumeReport(None, 0, self._consumed(), self._current().attempt, passed=passed)
+        else:
+            report = self._restore(choice, weights_only, skip_data, passed)
+        self._open_journal(report, time.monotonic() - started)
+        return report
+
+    def _choose(self) -> Choice:
+        job = read_job()
+        told = self._control.decide(
+            "choose a checkpoint",
+            lambda: asdict(
+                choose(
+                    self.root,
+                    self._request,
+                    restarted_job=job.job_id if job.restart_count else None,
+                    start_fresh=self._start_fresh,
+                )
+            ),
+        )
+        return Choice(**told)
+
+    def _restore(
+        self, choice: Choice, weights_only: bool, skip_data: bool, passed: tuple[tuple[str, str], ...]
+    ) -> ResumeReport:
+        options = replace(self._options, weights_only=weights_only, skip_data=skip_data)
+        try:
+            restored = restoring.restore_first_valid(
+                [Path(path) for path in choice.paths],
+                control=self._control,
+                place=self._place,
+                shape=self._shape,
+                objects=self._objects,
+                options=options,
+                fall_back=not choice.explicit,
+            )
+        except PoisonedError as error:
+            self._poisoned = str(error)
+            raise
+        state, manifest = restored.state, restored.manifest
+        if not weights_only:
+            self.step = state.global_step
+            self.extra = {**self.extra, **state.extra}
+            self._skipped_samples = state.skipped_train_samples
+            self._samples_without_sampler = state.consumed_train_samples if skip_data else 0
+        own = restored.path.parent.resolve() == self.root.resolve()
+        self._claim(
+            start_step=self.step,
+            resumed_from=(manifest.attempt, manifest.step) if own else None,
+            changes=restored.changes,
+            root_id=manifest.root_id,
+        )
+        self._saved_step = self.step if own and not restored.changes else None
+        self._scheduler_position = _position_of(self._objects.scheduler)
+        for name, reason in passed + restored.passed:
+            self._say(f"passed over {name}: {reason}")
+        for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
+            self._say(line)
+        self._say(
+            f"resumed from {restored.path}: step {self.step}, {self._consumed()} samples consumed, in {restored.seconds:.1f} s"
+        )
+        return ResumeReport(
+            path=restored.path,
+            step=self.step,
+            consumed_train_samples=self._consumed(),
+            attempt=self._current().attempt,
+            passed=passed + restored.passed,
+            changes=restored.changes,
+            notes=restored.notes,
+            left_out=restored.left_out,
+            seconds=restored.seconds,
+        )
+
+    def _claim(
+        self, *, start_step: int, resumed_from: tuple[int, int] | None, changes: tuple[str, ...], root_id: str | None
+    ) -> None:
+        job = read_job()
+
+        def claim() -> Any:
+            return claim_attempt(
+                self.root,
+                start_step=start_step,
+                resumed_from=resumed_from,
+                changes=changes,
+                job_id=job.job_id,
+                restart_count=job.restart_count,
+                root_id=root_id,
+            ).to_json()
+
+        self._attempt = Attempt.from_json(self._control.decide("claim an attempt", claim))
+        if self._place.rank == 0:
+            remove_leftovers(self.root, attempt=self._attempt.attempt)
+
+    def _open_journal(self, report: ResumeReport, seconds: float) -> None:
+        if self._place.rank == 0:
+            self._journal = Journal(self.root, self._current())
+            self._journal.event(
+                "resume" if report.path else "start",
+                step=report.step,
+                path=None if report.path is None else report.path.name,
+                seconds=seconds,
+                restore_seconds=report.seconds,
+                consumed_train_samples=report.consumed_train_samples,
+                passed=[list(each) for each in report.passed],
+                changes=list(report.changes),
+                left_out=list(report.left_out),
+            )
+
+    # --- training ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def consumed_train_samples(self) -> int:
+        """Training samples consumed so far over all data-parallel ranks."""
+        return self._consumed()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per data-parallel rank of the next step (gradient accumulation); follows a batch-size ramp-up."""
+        if TRAIN not in self._objects.data:
+            raise ConfigurationError('num_microbatches needs a sampler: give data={"train": sampler}')
+        return self._objects.data[TRAIN].num_microbatches
+
+    def end_step(
+        self, *, loss: Any = None, grad_norm: Any = None, skipped: bool = False, samples: int | None = None
+    ) -> None:
+        """Count a finished step, log it, save if due, notice a stop. Call it on every rank, after optimizer and scheduler.
+
+        loss: mean loss of this rank's part of the global batch (number or one-element tensor); None off the last pipeline stage.
+        grad_norm: as the optimizer returned it. skipped: the optimizer skipped the update (fp16 overflow); the step still counts.
+        samples: size of the global batch, only where no "train" sampler was given.
+
+        Collective (one asynchronous reduction of three numbers). Raises SaveError on all ranks where a save that was due failed:
+        the step is counted, earlier checkpoints are whole, and training may go on.
+        """
+        self._guard(started=True)
+        self._check_scheduler(skipped)
+        stop = self._take_word()
+        size = self._count_samples(samples)
+        self.step += 1
+        self._skipped_samples += size if skipped else 0
+        self._unlogged = {
+            "step": self.step,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "lr": self._objects.learning_rate(),
+            "consumed_train_samples": self._consumed(),
+        }
+        self._post_word(float(loss) if loss is not None and reports_loss() else None)
+        if stop:
+            self._stop()
+        elif self._save_every is not None and self.step % self._save_every == 0:
+            self.save()
+
+    def advance(self, name: str, batches: int = 1) -> int:
+        """Count `batches` global batches read from the sampler called `name` (validation, mostly); returns their samples."""
+        self._guard()
+        if name == TRAIN or name not in self._objects.data:
+            others = sorted(set(self._objects.data) - {TRAIN})
+            raise ConfigurationError(
+                f"advance: no data called {name!r} to count here; there is {others or 'none'}, and end_step counts train"
+            )
+        return sum(self._objects.data[name].advance() for _ in range(batches))
+
+    def poll(self) -> bool:
+        """Whether to stop, asked in the middle of something long (validation). Saves the last finished step if so.
+
+        Collective, and unlike `end_step` it waits for the slowest rank.
+        """
+        self._guard(started=True)
+        stop = self._take_word()
+        self._post_word(None)
+        if (self._take_word() or stop) and not self.should_stop:
+            self._stop()
+        return self.should_stop
+
+    def save(self) -> Path:
+        """Save this step now; returns the checkpoint's directory, committed, on every rank. Does nothing where it is saved already.
+
+        Collective; no tensor moves between ranks. Raises SaveError on all ranks; the root is then as it was.
+        """
+        self._guard(started=True)
+        if self._saved_step == self.step:
+            return self.root / layout.step_directory(self.step)
+        stop = self._take_word()
+        if self._journal is not None:
+            self._journal.sync()
+        try:
+            report = saving.save(
+                self.root,
+                control=self._control,
+                place=self._place,
+                shape=self._shape,
+                objects=self._objects,
+                attempt=self._current(),
+                counters=saving.Counters(
+                    self.step, self._consumed(), self._skipped_samples, self._healthy(), self.extra
+                ),
+                save_rng=self._save_rng,
+            )
+        except Exception as error:
+            if self._journal is not None:
+                self._journal.event("save_failed", step=self.step, error=str(error))
+            raise
+        self._saved_step = self.step
+        self._after_save(report)
+        if stop:
+            self.should_stop = True
+        return report.path
+
+    def close(self) -> None:
+        """Save what is not saved yet and let go of signals and files. Collective; leaving the `with` block without an error calls it."""
+        if self._closed:
+            return
+        try:
+            if self._attempt is not None and self._poisoned is None:
+                self._take_word()
+                if self.step != self._saved_step and self.step > 0:
+                    self.save()
+        finally:
+            self._release()
+
+    def __enter__(self) -> ResumeManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # The other ranks may be gone or elsewhere: nothing collective can be done any more.
+            self._release()
+
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _guard(self, *, started: bool = False) -> None:
+        if self._closed:
+            raise ConfigurationError("this ResumeManager is closed")
+        if self._poisoned is not None:
+            raise PoisonedError(
+                f"the restore of this process failed half-way, its state must not be trained or saved: {self._poisoned}"
+            )
+        if started and self._attempt is None:
+            raise ConfigurationError(
+                "call resume() first: it finds the checkpoint to go on from, or says that this is a fresh start"
+            )
+
+    def _current(self) -> Attempt:
+        assert self._attempt is not None
+        return self._attempt
+
+    def _consumed(self) -> int:
+        train = self._objects.data.get(TRAIN)
+        return self._samples_without_sampler if train is None else train.consumed_samples
+
+    def _count_samples(self, samples: int | None) -> int:
+        train = self._objects.data.get(TRAIN)
+        if train is not None:
+            if samples is not None:
+                raise ConfigurationError(
+                    "end_step(samples=...) is for loops without a sampler; the train sampler counts here"
+                )
+            size = train.advance()
+        else:
+            size = samples or 0
+            self._samples_without_sampler += size
+        update_microbatches(self._consumed())
+        return size
+
+    def _check_scheduler(self, skipped: bool) -> None:
+        """A save between optimizer.step() and scheduler.step() would resume with the learning rate one step behind."""
+        position = _position_of(self._objects.scheduler)
+        if position is not None and position == self._scheduler_position and not skipped:
+            raise ConfigurationError(
+                f"the scheduler stands at {position}, where it stood at the last end_step(): call scheduler.step() before end_step(), or "
+                "give skipped=True for a step that the optimizer skipped"
+            )
+        self._scheduler_position = position
+
+    def _post_word(self, loss: float | None) -> None:
+        diverged = self._journal is not None and self._journal.diverged
+        self._word.post(stop=self._signals.received is not None, diverged=diverged, loss=loss)
+
+    def _take_word(self) -> bool:
+        """Read the word posted last, log the step it belongs to, and say whether any rank wants to stop."""
+        word = self._word.take()
+        if word is None:
+            return False
+        if self._journal is not None and self._unlogged is not None:
+            self._journal.record(loss=word.loss, **self._unlogged)
+        self._unlogged = None
+        if word.diverged and self._replay_rule == "raise":
+            raise ReplayDivergedError(
+                f"steps trained again after the resume are not those in {self.root / layout.STEP_LOG}; the first difference is in the "
+                f'log of rank 0 and in {layout.EVENTS}. With replay="report" training would go on.'
+            )
+        return word.stop > 0
+
+    def _healthy(self) -> bool | None:
+        return None if self._journal is None else self._journal.healthy
+
+    def _stop(self) -> None:
+        self._say(f"a stop was asked for ({self._signals.received or 'on another rank'}): saving step {self.step}")
+        self.save()
+        self.should_stop = True
+
+    def _after_save(self, report: SaveReport) -> None:
+        if self._place.rank != 0 or self._journal is None:
+            return
+        self._journal.event(
+            "save", step=self.step, path=report.path.name, bytes=report.bytes_written, seconds=report.seconds
+        )
+        self._say(f"saved {report.path.name}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.2f} s")
+        if self._keep_last is not None:
+            prune(self.root, keep_last=self._keep_last, attempt=self._current().attempt)
+
+    def _release(self) -> None:
+        self._closed = True
+        self._signals.restore()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _say(self, line: str) -> None:
+        if self._place.rank == 0:
+            logger.info(line)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, found {value!r}")
+
+
+def _position_of(scheduler: Any | None) -> Any:
+    return getattr(scheduler, "num_steps", getattr(scheduler, "last_epoch", None))

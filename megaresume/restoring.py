@@ -1,0 +1,250 @@
+"""Bringing a checkpoint back onto live objects: rank 0 proposes, all agree, then all act, in two phases.
+
+Phase 1 reads and compares and touches nothing live: a refusal there leaves everything as it was. Phase 2 reads into live tensors and
+verifies; damage found there makes all ranks together take the next older checkpoint. Every failure of one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    FormatError,
+    MegaresumeError,
+    PoisonedError,
+    StateMismatchError,
+    TopologyMismatchError,
+)
+from megaresume.megatron.parallel import update_microbatches
+from megaresume.run_objects import TRAIN, Place, RunObjects
+from megaresume.state import trainer_state
+from megaresume.state.rank_state import RestorePlan, plan_restore
+from megaresume.state.scheduler import restore_scheduler, scheduler_differences, scheduler_mismatches
+from megaresume.state.tensors import sink_into
+from megaresume.state.trainer_state import TrainerState
+from megaresume.store import layout
+from megaresume.store.control import ControlPlane
+from megaresume.store.manifest import Manifest, parse_manifest, read_trainer_state
+from megaresume.store.shard import ShardHeader, ShardIdentity, check_identity, read_header, stream_tensors, verify_shard
+from megaresume.topology import RunShape, Topology, compare, format_differences
+
+logger = logging.getLogger("megaresume.restoring")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to take from a checkpoint and how: see `ResumeManager`, whose arguments these are."""
+
+    weights_only: bool = False
+    skip_data: bool = True
+    load_rng: bool = True
+    override_opt_param_scheduler: bool = False
+    allow_data_change: AbstractSet[str] = frozenset()
+    verify: str = "load"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came back. `changes` are what differs on purpose ("data", "lr", "weights_only"); the texts say it to people."""
+
+    path: Path
+    manifest: Manifest
+    state: TrainerState
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+    passed: tuple[tuple[str, str], ...]
+    bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Phase 1's result on this rank: all that phase 2 needs, nothing live changed."""
+
+    header: ShardHeader
+    shard: Path
+    plan: RestorePlan
+    state: TrainerState
+    manifest: Manifest
+    data_changes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def restore_first_valid(
+    paths: Sequence[Path],
+    *,
+    control: ControlPlane,
+    place: Place,
+    shape: RunShape,
+    objects: RunObjects,
+    options: Options,
+    fall_back: bool,
+) -> Restored:
+    """Restore the first of `paths` (the same on all ranks) that is whole; with `fall_back`, damaged ones are passed over, aloud.
+
+    Collective: the control plane, then the replica groups. Raises the same error on all ranks; after PoisonedError the live objects are
+    undefined, after any other they are as they were.
+    """
+    started = time.monotonic()
+    passed: list[tuple[str, str]] = []
+    touched = False
+    for path in paths:
+        try:
+            prepared = _prepare(path, control, place, shape, objects, options)
+            touched = True
+            _read(prepared, control, options)
+        except CheckpointDamagedError as error:
+            if not fall_back and not touched:
+                raise
+            passed.append((path.name, str(error)))
+            logger.warning("passing over %s: %s", path, error)
+            if not fall_back:
+                break
+            continue
+        except MegaresumeError as error:
+            if touched and passed:
+                raise PoisonedError(
+                    f"live state was partly overwritten by {passed[-1][0]}, which is damaged, and then: {error}"
+                ) from error
+            raise
+        prepared.plan.complete()
+        control.together(f"install {path.name}", functools.partial(_install, prepared, objects, options))
+        return Restored(
+            path=path,
+            manifest=prepared.manifest,
+            state=prepared.state,
+            changes=_changes(prepared, objects, options),
+            notes=prepared.notes,
+            left_out=tuple(prepared.plan.left_out),
+            passed=tuple(passed),
+            bytes_read=prepared.header.size,
+            seconds=time.monotonic() - started,
+        )
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed)
+    if touched:
+        raise PoisonedError(
+            f"no checkpoint could be read to its end, and live state is partly overwritten:{reasons}\nStart the process again."
+        )
+    raise CheckpointNotFoundError(
+        f"none of the checkpoints can be read:{reasons}\nNothing was changed, and nothing will be overwritten."
+    )
+
+
+def _prepare(
+    path: Path, control: ControlPlane, place: Place, shape: RunShape, objects: RunObjects, options: Options
+) -> _Prepared:
+    box: list[_Prepared] = []
+    control.together(f"check {path.name}", lambda: _check_topology(path, shape))
+    control.together(f"check {path.name}", lambda: box.append(_check_own_files(path, place, objects, options)))
+    return box[0]
+
+
+def _check_topology(path: Path, shape: RunShape) -> None:
+    manifest = parse_manifest(path / layout.MANIFEST)
+    saved = RunShape(Topology.from_json(manifest.topology, source=str(path / layout.MANIFEST)), manifest.model)
+    differences = compare(saved, shape)
+    if differences:
+        raise TopologyMismatchError(
+            f"{path} is of another layout or model than this run:\n{format_differences(differences)}"
+        )
+
+
+def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Options) -> _Prepared:
+    manifest = parse_manifest(path / layout.MANIFEST)
+    shard = path / f"{place.stem}.safetensors"
+    if shard.name not in manifest.files:
+        raise CheckpointDamagedError(
+            f"{path / layout.MANIFEST} lists no {shard.name}, the file of this rank; it lists {len(manifest.files)} others"
+        )
+    header = read_header(shard, record=manifest.files[shard.name])
+    check_identity(header, ShardIdentity(manifest.root_id, manifest.attempt, manifest.step, place.stem), shard)
+    if options.verify == "first":
+        verify_shard(shard, header)
+    source = path / layout.TRAINER_STATE
+    state = trainer_state.loads(read_trainer_state(path, manifest), source=str(source))
+    if state.global_step != manifest.step:
+        raise CheckpointDamagedError(
+            f"{source} is of step {state.global_step}, the manifest beside it of step {manifest.step}"
+        )
+    keep_run = options.override_opt_param_scheduler
+    try:
+        plan = plan_restore(
+            header.index,
+            header.tensors,
+            objects.describe(),
+            objects.streams() if options.load_rng else None,
+            objects.registered,
+            weights_only=options.weights_only,
+            keep_run_options=keep_run,
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FormatError(
+            f"{shard}: its index is not of the documented form ({type(error).__name__}: {error})"
+        ) from error
+    data_changes: tuple[str, ...] = ()
+    if not options.weights_only:
+        if problems := scheduler_mismatches(state.scheduler, objects.scheduler):
+            raise StateMismatchError(f"{source}: " + "; ".join(problems))
+        plan.differences += scheduler_differences(state.scheduler, objects.scheduler, keep_run_options=keep_run)
+        if options.skip_data:
+            data_changes = _check_data(state, objects, options, source)
+    return _Prepared(header, shard, plan, state, manifest, data_changes, (*plan.differences, *data_changes))
+
+
+def _check_data(state: TrainerState, objects: RunObjects, options: Options, source: Path) -> tuple[str, ...]:
+    if missing := sorted(set(objects.data) - set(state.data)):
+        raise StateMismatchError(
+            f"{source} has no position for the data {', '.join(missing)} (it has: {', '.join(state.data) or 'none'}); "
+            "resume with skip_data=False to start that data from its beginning"
+        )
+    changes: list[str] = []
+    for name, sampler in objects.data.items():
+        changes += [f"data {name}: {each}" for each in sampler.check_state(state.data[name], options.allow_data_change)]
+    return tuple(changes)
+
+
+def _read(prepared: _Prepared, control: ControlPlane, options: Options) -> None:
+    sinks = {name: sink_into(tensor) for name, tensor in prepared.plan.destinations.items()}
+    verify = options.verify != "none"
+    control.together(
+        f"read {prepared.shard.parent.name}",
+        lambda: stream_tensors(prepared.shard, prepared.header, sinks, verify=verify),
+    )
+
+
+def _install(prepared: _Prepared, objects: RunObjects, options: Options) -> None:
+    if options.weights_only:
+        prepared.plan.install()
+        return
+    restore_scheduler(
+        prepared.state.scheduler, objects.scheduler, keep_run_options=options.override_opt_param_scheduler
+    )
+    if options.skip_data:
+        for name, sampler in objects.data.items():
+            sampler.load_state_dict(prepared.state.data[name], allow_data_change=options.allow_data_change)
+        if TRAIN in objects.data:
+            update_microbatches(objects.data[TRAIN].consumed_samples)
+    # Last: installing anything else may draw random numbers.
+    prepared.plan.install()
+
+
+def _changes(prepared: _Prepared, objects: RunObjects, options: Options) -> tuple[str, ...]:
+    changes = []
+    if options.weights_only:
+        changes.append("weights_only")
+    if prepared.data_changes or (objects.data and not options.skip_data):
+        changes.append("data")
+    if options.override_opt_param_scheduler and prepared.plan.differences:
+        changes.append("lr")
+    if not options.load_rng:
+        changes.append("rng")
+    return tuple(changes)

@@ -1,0 +1,96 @@
+"""The live objects of a run as the manager got them, and what saving and restoring both ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaresume.errors import ConfigurationError
+from megaresume.megatron.live import describe, device_of, model_facts, rank_facts
+from megaresume.megatron.parallel import global_rank, read_coordinate, read_topology, world_size
+from megaresume.megatron.rng import random_streams
+from megaresume.state.description import Live
+from megaresume.state.registered import Registered
+from megaresume.state.rng import Stream
+from megaresume.topology import Coordinate, RunShape, Topology, file_stem
+
+if TYPE_CHECKING:
+    from megaresume.data.sampler import DataParallelBatchSampler
+    from megaresume.store.control import ControlPlane
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class RunObjects:
+    """Model chunks, optimizer, scheduler, samplers by name ("train", "valid", ...) and registered objects of one rank."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any | None
+    scheduler: Any | None
+    data: Mapping[str, DataParallelBatchSampler]
+    registered: Registered
+
+    def describe(self) -> Live:
+        """A fresh description of model and optimizer; see `megatron.live.describe`."""
+        return describe(self.chunks, self.optimizer)
+
+    def streams(self) -> dict[str, Stream]:
+        """This rank's random streams."""
+        return random_streams(device_of(self.chunks))
+
+    def learning_rate(self) -> float | None:
+        """The learning rate of the first parameter group, as the optimizer holds it now."""
+        optimizers = self.optimizer if isinstance(self.optimizer, (list, tuple)) else [self.optimizer]
+        groups = getattr(optimizers[0], "param_groups", None) if optimizers else None
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+
+def as_chunks(model: Any) -> list[torch.nn.Module]:
+    """The model argument (a module, or the list of virtual pipeline chunks) as a list."""
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise ConfigurationError(f"model must be a torch.nn.Module or a list of them, found {type(chunk).__name__}")
+    return chunks
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank in this run."""
+
+    topology: Topology
+    coordinate: Coordinate
+
+    @property
+    def stem(self) -> str:
+        """The name of this rank's shard file, without its ending."""
+        return file_stem(self.coordinate, self.topology)
+
+    @property
+    def rank(self) -> int:
+        """This rank's global number."""
+        return global_rank()
+
+
+def find_place(extra_axes: Mapping[str, int] | None) -> Place:
+    """Read this rank's place from megatron-core. ConfigurationError where the sizes do not make up the world."""
+    topology = read_topology(dict(extra_axes or {}))
+    if topology.world_size != world_size():
+        raise ConfigurationError(
+            f"tensor x pipeline x data x context parallel sizes make {topology.world_size} ranks ({topology}), "
+            f"but {world_size()} are running; initialise model parallelism before the ResumeManager"
+        )
+    return Place(topology, read_coordinate(topology))
+
+
+def agree_on_shape(control: ControlPlane, place: Place, objects: RunObjects) -> RunShape:
+    """The run's topology and model facts, the same on every rank. Collective over the control plane."""
+    answers = control.together(
+        "describe the model", lambda: {"pp": place.coordinate.pp, **rank_facts(objects.chunks, objects.describe())}
+    )
+    facts = None if answers is None else model_facts(answers, [answer["pp"] for answer in answers])
+    return RunShape(place.topology, control.announce("model facts", facts))

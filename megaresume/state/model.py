@@ -1,0 +1,150 @@
+"""Model weights: which part of them a rank writes, where a stored part goes, and how replicas complete each other after a load.
+
+All ranks of a replica group hold the same weights, so each writes one share of the bytes and a load reads each byte once; the rest
+travels through memory. Knows descriptions and ranges, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaresume.errors import StateMismatchError
+from megaresume.state.description import Live, Parameter, ReplicaGroup
+from megaresume.state.tensors import byte_view
+
+# Bound on the extra memory that completing replicas may take on one rank: the gathered pieces of one round.
+_ROUND_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, end)` of a flattened local parameter."""
+
+    parameter: str
+    start: int
+    end: int
+
+
+def split_over_replicas(sizes: Mapping[str, tuple[int, int]], ranks: int) -> list[list[Piece]]:
+    """Cut the parameters, laid end to end in order of their names, into `ranks` runs of nearly equal bytes.
+
+    `sizes` maps a name to (elements, bytes per element). Element `[i]` of the result is what rank i writes. Every element is in exactly
+    one piece; a rank gets one run, so it has at most two cut parameters however large the group is. A pure function of its arguments:
+    all ranks of the group compute the same split without talking.
+    """
+    total = sum(elements * width for elements, width in sizes.values())
+    runs: list[list[Piece]] = [[] for _ in range(ranks)]
+    begin = 0
+    for name in sorted(sizes):
+        elements, width = sizes[name]
+        position = 0
+        if elements == 0:
+            runs[0].append(Piece(name, 0, 0))
+        while position < elements:
+            rank = min((begin + position * width) * ranks // total, ranks - 1)
+            run_end = -(-(rank + 1) * total // ranks)
+            stop = min(elements, max(position + 1, (run_end - begin) // width)) if rank < ranks - 1 else elements
+            runs[rank].append(Piece(name, position, stop))
+            position = stop
+        begin += elements * width
+    return runs
+
+
+def pieces_by_rank(live: Live, replica: str) -> list[list[Piece]]:
+    """For each rank of the replica group named `replica`, the pieces of the model that it stores."""
+    sizes = {
+        name: (parameter.tensor.numel(), parameter.tensor.element_size())
+        for name, parameter in live.parameters.items()
+        if parameter.replica == replica
+    }
+    return split_over_replicas(sizes, live.replicas[replica].size)
+
+
+def own_pieces(live: Live) -> Iterator[Piece]:
+    """The pieces that this rank stores, over all its replica groups."""
+    for replica, group in sorted(live.replicas.items()):
+        yield from pieces_by_rank(live, replica)[group.rank]
+
+
+def slice_of(parameter: Parameter, start: int, end: int) -> torch.Tensor:
+    """The live elements `[start, end)`, in the parameter's own shape where that is all of it, else flat."""
+    tensor = parameter.tensor.detach()
+    return tensor if (start, end) == (0, tensor.numel()) else tensor.view(-1)[start:end]
+
+
+def model_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
+    """Every way in which the stored parameters are not this model's; empty where they are. Names, shapes, places and dtypes are compared."""
+    saved: Mapping[str, Any] = index["parameters"]
+    problems = [
+        f"parameter {name} is in the checkpoint, not in this model"
+        for name in sorted(set(saved) - set(live.parameters))
+    ]
+    problems += [
+        f"parameter {name} is in this model, not in the checkpoint"
+        for name in sorted(set(live.parameters) - set(saved))
+    ]
+    for name in sorted(set(saved) & set(live.parameters)):
+        current = live.parameters[name].to_index()
+        for field, wanted in current.items():
+            found = saved[name].get(field)
+            if found != wanted:
+                problems.append(f"parameter {name}: {field} is {found} in the checkpoint, {wanted} in this run")
+    return problems
+
+
+def complete_replicas(live: Live) -> None:
+    """Give every rank the pieces its replicas loaded. Collective over each replica group; call it on all ranks or none.
+
+    Bytes move in rounds of bounded size, so the extra memory does not grow with the model.
+    """
+    for replica in sorted(live.replicas):
+        group = live.replicas[replica]
+        if group.size > 1 and any(parameter.replica == replica for parameter in live.parameters.values()):
+            _exchange(live, group, pieces_by_rank(live, replica))
+
+
+def _exchange(live: Live, group: ReplicaGroup, runs: list[list[Piece]]) -> None:
+    views = [[byte_view(live.parameters[p.parameter].tensor.view(-1)[p.start : p.end]) for p in run] for run in runs]
+    lengths = [sum(view.numel() for view in run) for run in views]
+    device = next(iter(live.parameters.values())).tensor.device
+    step = max(1, _ROUND_BYTES // group.size)
+    for begin in range(0, max(lengths), step):
+        width = min(step, max(lengths) - begin)
+        mine = torch.zeros(width, dtype=torch.uint8, device=device)
+        _copy_window(views[group.rank], begin, mine, into_window=True)
+        gathered = [torch.empty_like(mine) for _ in range(group.size)]
+        dist.all_gather(gathered, mine, group=group.process_group)
+        for rank, window in enumerate(gathered):
+            if rank != group.rank:
+                _copy_window(views[rank], begin, window, into_window=False)
+
+
+def _copy_window(views: list[torch.Tensor], begin: int, window: torch.Tensor, *, into_window: bool) -> None:
+    """Copy bytes `[begin, begin + len(window))` of the concatenation of `views` to or from `window`."""
+    offset = 0
+    for view in views:
+        first, last = max(offset, begin), min(offset + view.numel(), begin + window.numel())
+        if first < last:
+            live_part, window_part = view[first - offset : last - offset], window[first - begin : last - begin]
+            if into_window:
+                window_part.copy_(live_part)
+            else:
+                live_part.copy_(window_part)
+        offset += view.numel()
+
+
+def check_pieces(index: Mapping[str, Any], live: Live) -> None:
+    """Raise StateMismatchError unless the file holds exactly the model pieces that this rank is to load."""
+    stored = {(entry["parameter"], *entry["range"]) for entry in index["tensors"].values() if entry["slot"] == "weight"}
+    wanted = {(piece.parameter, piece.start, piece.end) for piece in own_pieces(live)}
+    if stored != wanted:
+        first = sorted(stored ^ wanted)[0]
+        raise StateMismatchError(
+            f"the file holds other pieces of the model than this rank stores, first difference: elements {first[1]} to {first[2]} "
+            f"of {first[0]}; the checkpoint was written with another split over replicas"
+        )

@@ -1,0 +1,392 @@
+"""The control plane: small JSON messages between the ranks of one run, through a key-value store of its own.
+
+Carries errors, commit records and decisions; never tensors, never pickles, never a collective of the training's own
+groups (but for one broadcast of 1 KiB that tells everyone the address). What one rank cannot do fails on every
+rank, with that rank's words; a rank that does not answer is named when the deadline passes, and nothing waits for
+ever. Knows no files.
+
+Every operation is collective: all ranks call the same operations in the same order. Keys carry a running number, so
+that callers need not invent unique names, and are deleted once read. Rank 0 does O(world) work, every other rank O(1).
+One `ControlPlane` serves one thread: a client that waits blocks every other thread that uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+from megaresume import errors
+from megaresume.errors import MegaresumeError
+
+logger = logging.getLogger("megaresume.store.control")
+
+DEFAULT_TIMEOUT_S = 600.0
+LOG_EVERY_S = 5.0
+MAX_NAMED = 8  # ranks, and different messages, that one error spells out
+_CONNECT_TIMEOUT_S = 60.0
+_ADDRESS_BYTES = 1024
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+
+JSON = Any
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used. `wait` raises, whatever the class, when its time is over."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
+    def delete_key(self, key: str, /) -> Any: ...
+
+
+class ControlPlane:
+    """Messages among `world_size` ranks over `store`; `label` (a rank's coordinate) stands beside its number in errors.
+
+    `timeout_s` is how long rank 0 waits for the slowest rank, in seconds, counted from its own arrival.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = ""
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._operation = 0
+        self._stale: list[str] = []  # keys that nobody needs any more once every rank has sent something later
+        if label:
+            with self._reaching_store("open the control plane"):
+                store.set(_label_key(rank), label)
+
+    def gather(self, key: str, value: JSON) -> list[JSON] | None:
+        """All ranks' values in order of rank on rank 0; None on the others, which do not wait.
+
+        Raises `MegaresumeError`, on rank 0 only, where a rank does not answer in time; `together` tells the others too.
+        """
+        self._operation += 1
+        return self._gather(key, value)
+
+    def announce(self, key: str, value: JSON = None) -> JSON:
+        """Rank 0's `value`, on every rank; the others' argument is ignored."""
+        self._operation += 1
+        return self._announce(key, value)
+
+    def decide(self, what: str, function: Callable[[], JSON]) -> JSON:
+        """Run `function` on rank 0 only; return its JSON result, or raise its error, on every rank."""
+        self._operation += 1
+        message, raised = _outcome(function) if self.rank == 0 else ({}, None)
+        verdict = self._announce(what, message)
+        if raised is not None or "error" in verdict:
+            _raise_verdict(what, verdict, raised)
+        return verdict["value"]
+
+    def together(
+        self, what: str, function: Callable[[], JSON], *, undo: Callable[[], None] | None = None
+    ) -> list[JSON] | None:
+        """Run `function` on every rank; return all JSON results on rank 0, None elsewhere, or raise one error on all.
+
+        The error has the class of the lowest failing rank's (one of `megaresume.errors`; any other class is told as
+        `MegaresumeError`) and the messages of all. A rank that does not answer within `timeout_s` is a failure too.
+        `undo` runs on rank 0 after a failure and before anyone hears of it, so that no rank goes on over what is being
+        undone.
+        """
+        self._operation += 1
+        message, raised = _outcome(function)
+        results: list[JSON] | None = None
+        verdict: JSON = None
+        try:
+            messages = self._gather(what, message)
+            if messages is not None:
+                results = [answer.get("value") for answer in messages]
+                verdict = self._joined_error(messages)
+        except MegaresumeError as error:
+            if self.rank != 0:
+                raise
+            verdict = _error_message(error, str(error).removeprefix(f"{what}: "))
+        if verdict and undo is not None:
+            verdict["text"] += _undone(undo)
+        try:
+            verdict = self._announce(what, verdict)
+        except MegaresumeError:
+            self._withdraw(what)
+            raise
+        if raised is not None or verdict is not None:
+            _raise_verdict(what, verdict, raised)
+        return results
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _gather(self, what: str, value: JSON) -> list[JSON] | None:
+        keys = [self._answer_key(what, rank) for rank in range(self.world_size)] if self.rank == 0 else []
+        if self.rank != 0:
+            with self._reaching_store(what):
+                self._store.set(self._answer_key(what, self.rank), _encode(value))
+            return None
+        self._stale += keys[1:]
+        self._await(keys, range(1, self.world_size), what, self.timeout_s)
+        with self._reaching_store(what):
+            values = [value, *(json.loads(self._store.get(key)) for key in keys[1:])]
+            for key in self._stale:
+                self._store.delete_key(key)
+        self._stale.clear()
+        return values
+
+    def _announce(self, what: str, value: JSON) -> JSON:
+        key = f"{self._operation}/{what}"
+        if self.rank == 0:
+            with self._reaching_store(what):
+                self._store.set(key, _encode(value))
+            self._stale.append(key)
+            return value
+        # Rank 0 may come late by one timeout and then wait another for the slowest rank; its verdict should still come
+        # first.
+        self._await([key], [0], what, 2 * self.timeout_s + LOG_EVERY_S)
+        with self._reaching_store(what):
+            return json.loads(self._store.get(key))
+
+    def _withdraw(self, what: str) -> None:
+        """Take back this rank's answer: a rank 0 that was only late must not conclude that all went well."""
+        message = _error_message(MegaresumeError(), "gave up waiting for rank 0")
+        try:
+            self._store.set(self._answer_key(what, self.rank), _encode(message))
+        except Exception as error:
+            logger.info("%s: this rank's answer cannot be withdrawn, for rank 0 is gone: %s", what, error)
+
+    def _answer_key(self, what: str, rank: int) -> str:
+        return f"{self._operation}/{what}/{rank}"
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _await(self, keys: Sequence[str], ranks: Sequence[int], what: str, timeout_s: float) -> None:
+        """Return when the key of each of `ranks` (the last ones of `keys`) is there; raise when `timeout_s` is over."""
+        pending = list(zip(ranks, keys[len(keys) - len(ranks) :], strict=True))
+        if self.rank <= 1:
+            self._watch(pending, what, timeout_s)
+            return
+        started = time.monotonic()
+        try:
+            self._store.wait([key for _, key in pending], timedelta(seconds=timeout_s))
+        except Exception as error:
+            if time.monotonic() - started < 0.99 * timeout_s:
+                raise _unreachable(what, error) from error
+            raise self._unanswered(pending, what, timeout_s) from error
+
+    def _watch(self, pending: list[tuple[int, str]], what: str, timeout_s: float) -> None:
+        """Wait by looking, for the two ranks that log who is waited for: a `wait` that ends early floods stderr."""
+        started = time.monotonic()
+        next_log, pause = LOG_EVERY_S, _FIRST_PAUSE_S
+        while pending:
+            if self._is_there(pending[0][1], what):
+                pending, pause = pending[1:], _FIRST_PAUSE_S
+                continue
+            waited = time.monotonic() - started
+            if waited >= timeout_s:
+                raise self._unanswered(pending, what, timeout_s)
+            if waited >= next_log:
+                absent = self._names(self._absent(pending, what))
+                logger.warning("%s: waiting for %s, %.0f of at most %.0f s so far", what, absent, waited, timeout_s)
+                next_log = waited + LOG_EVERY_S
+            time.sleep(min(pause, timeout_s - waited))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _absent(self, pending: Sequence[tuple[int, str]], what: str) -> list[int]:
+        return [rank for rank, key in pending if not self._is_there(key, what)]
+
+    def _is_there(self, key: str, what: str) -> bool:
+        with self._reaching_store(what):
+            return bool(self._store.check([key]))
+
+    @contextmanager
+    def _reaching_store(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # torch.distributed's DistError and what it raises for a store that is gone
+            raise _unreachable(what, error) from error
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def _unanswered(self, pending: Sequence[tuple[int, str]], what: str, timeout_s: float) -> MegaresumeError:
+        absent = self._absent(pending, what) or [rank for rank, _ in pending]  # one may have come this very moment
+        return MegaresumeError(
+            f"{what}: no answer from {self._names(absent)} within {timeout_s:g} s. "
+            "Stalled or dead: see its log and its host; where it is only slow, give the control plane a longer timeout."
+        )
+
+    def _joined_error(self, messages: Sequence[JSON]) -> JSON:
+        """One error out of all ranks', or None where none failed: each text once, with the ranks that sent it."""
+        failed = [rank for rank, message in enumerate(messages) if "error" in message]
+        if not failed:
+            return None
+        ranks_of: dict[str, list[int]] = {}
+        for rank in failed:
+            ranks_of.setdefault(messages[rank]["text"], []).append(rank)
+        lines = [
+            f"{self._names(ranks)}: {text}" if self.world_size > 1 else text
+            for text, ranks in list(ranks_of.items())[:MAX_NAMED]
+        ]
+        if len(ranks_of) > MAX_NAMED:
+            lines.append(f"... {len(failed)} ranks failed in all, with {len(ranks_of)} different messages")
+        return {"error": messages[failed[0]]["error"], "text": "\n".join(lines)}
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == self.world_size > 1:
+            return f"all {len(ranks)} ranks"
+        shown = ", ".join(self._name(rank) for rank in ranks[:MAX_NAMED])
+        more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+    def _name(self, rank: int) -> str:
+        key = _label_key(rank)
+        if not self._is_there(key, "name a rank"):
+            return str(rank)
+        return f"{rank} ({self._store.get(key).decode('utf-8')})"
+
+
+def _outcome(function: Callable[[], JSON]) -> tuple[dict[str, JSON], BaseException | None]:
+    """The message that says what `function` came to on this rank, and what it raised."""
+    try:
+        message = {"value": function()}
+        _encode(message)
+    except BaseException as error:  # KeyboardInterrupt too: the others must hear of it before this rank goes its way
+        if not isinstance(error, MegaresumeError):
+            logger.error("%s, told to all ranks", type(error).__name__, exc_info=error)
+        return _error_message(error, _words(error)), error
+    return message, None
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, MegaresumeError) else f"{type(error).__name__}: {error}"
+
+
+def _error_message(error: BaseException, text: str) -> dict[str, str]:
+    name = type(error).__name__
+    return {"error": name if getattr(errors, name, None) is type(error) else MegaresumeError.__name__, "text": text}
+
+
+def _undone(undo: Callable[[], None]) -> str:
+    try:
+        undo()
+    except Exception as error:
+        logger.error("cleaning up after a failure failed too", exc_info=error)
+        return f"\nCleaning up failed too: {_words(error)}"
+    return ""
+
+
+def _raise_verdict(what: str, verdict: dict[str, str], raised: BaseException | None) -> NoReturn:
+    if raised is not None and not isinstance(raised, Exception):
+        raise raised
+    kind: type[MegaresumeError] = getattr(errors, verdict["error"], MegaresumeError)
+    raise kind(f"{what}: {verdict['text']}") from raised
+
+
+def _unreachable(what: str, error: Exception) -> MegaresumeError:
+    return MegaresumeError(
+        f"{what}: the control plane, which rank 0 hosts, cannot be reached: {_first_line(error)}. "
+        "Rank 0 has probably ended; its log says why."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _encode(value: JSON) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _label_key(rank: int) -> str:
+    return f"label/{rank}"
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_control_plane(*, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = "") -> ControlPlane:
+    """The control plane of this run. Collective over the default process group, where there is one.
+
+    Rank 0 hosts a TCPStore on a free port, reached at `MASTER_ADDR` or, where that is not set, at its host's name. A
+    process alone needs no network. Raises `MegaresumeError` where rank 0 cannot host it or another rank cannot reach
+    it.
+    """
+    dist = _torch_distributed()
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ControlPlane(dist.HashStore(), 0, 1, timeout_s=timeout_s, label=label)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store, address = _host_store(timeout_s) if rank == 0 else (None, {})
+    address = _broadcast_address(address)
+    if "error" in address:
+        raise MegaresumeError(f"open the control plane: rank 0 cannot host it: {address['error']}")
+    control = ControlPlane(store or _connect(address, timeout_s), rank, world_size, timeout_s=timeout_s, label=label)
+    control.together("open the control plane", lambda: None)
+    return control
+
+
+def _host_store(timeout_s: float) -> tuple[Store | None, dict[str, str]]:
+    """The store and the address to tell the others; what went wrong stands in the address, for they must hear of it."""
+    host, token = os.environ.get("MASTER_ADDR") or socket.gethostname(), secrets.token_hex(8)
+    try:
+        store = _tcp_store(host, 0, is_master=True, timeout_s=timeout_s)
+        store.set("token", token)
+    except Exception as error:
+        return None, {"error": f"at {host}: {_first_line(error)[:120]}; set MASTER_ADDR to an address of rank 0's host"}
+    return store, {"host": host, "port": str(store.port), "token": token}
+
+
+def _connect(address: dict[str, str], timeout_s: float) -> Store:
+    where = f"{address['host']}:{address['port']}"
+    try:
+        store: Store = _tcp_store(address["host"], int(address["port"]), is_master=False, timeout_s=timeout_s)
+        token = store.get("token").decode("utf-8")
+    except Exception as error:
+        raise MegaresumeError(
+            f"open the control plane: {socket.gethostname()} cannot reach rank 0 at {where}: {_first_line(error)}. "
+            "Look for a firewall, or set MASTER_ADDR to an address of rank 0's host that all hosts reach."
+        ) from error
+    if token != address["token"]:
+        raise MegaresumeError(
+            f"open the control plane: what answers at {where} is not rank 0 of this run. "
+            "Set MASTER_ADDR to an address that means rank 0's host on every host."
+        )
+    return store
+
+
+def _torch_distributed() -> Any:
+    """Imported only when a control plane is opened: all else of the store works without torch.
+
+    Untyped, for torch does not export its stores to type checkers.
+    """
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _tcp_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> Any:
+    dist = _torch_distributed()
+    connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=connect_timeout)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _broadcast_address(address: dict[str, str]) -> dict[str, str]:
+    """Rank 0's `address`, on every rank: one broadcast of a byte tensor, for an object collective would pickle."""
+    import torch
+
+    dist = _torch_distributed()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    text = json.dumps(address).encode("utf-8") if address else b""
+    assert len(text) <= _ADDRESS_BYTES, "an address longer than any host name"
+    buffer = torch.tensor(list(text.ljust(_ADDRESS_BYTES)), dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, src=0)
+    told: dict[str, str] = json.loads(bytes(buffer.tolist()))
+    return told

@@ -1,0 +1,107 @@
+"""What is removed from a root: checkpoints beyond the last N of the branch, and what cut-off saves left behind.
+
+On rank 0 only, after a commit or a claim, never before. The newest checkpoint whose files are all there is never
+removed, nor anything megaresume did not write, nor what lies off the branch: somebody may mean to return there. A
+removal never fails a save: what cannot be removed is said in the log and tried again the next time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaresume.errors import CheckpointDamagedError, ConfigurationError
+from megaresume.store import fs, layout
+from megaresume.store.attempts import newest_attempt_number
+from megaresume.store.discovery import Candidate, check_files, find_candidates
+
+logger = logging.getLogger("megaresume.store.retention")
+
+
+def prune(root: Path, *, keep_last: int, attempt: int) -> list[Path]:
+    """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had.
+
+    Removes nothing where an attempt newer than `attempt` exists, for then this process is an orphan. Raises
+    `ConfigurationError` for a `keep_last` below 1, else only what listing the root raises.
+    """
+    if keep_last < 1:
+        raise ConfigurationError(
+            f"keep_last: expected at least 1, found {keep_last}; leave it out to keep all checkpoints."
+        )
+    newest_attempt = newest_attempt_number(root)
+    if newest_attempt > attempt:
+        logger.warning("%s: nothing removed: attempt %d is newer than this attempt %d", root, newest_attempt, attempt)
+        return []
+    candidates, _ = find_candidates(root)
+    removed = [
+        candidate.path for candidate in reversed(_beyond(candidates, keep_last)) if _remove_checkpoint(candidate)
+    ]
+    if removed:
+        logger.info("%s: removed %s; keeping the last %d", root, ", ".join(path.name for path in removed), keep_last)
+    return removed
+
+
+def remove_leftovers(root: Path, *, attempt: int) -> list[Path]:
+    """Remove what saves of older attempts and removals left behind when they were cut off; return the paths.
+
+    An orphan that is still writing there fails, as it should. Raises only what listing the root raises.
+    """
+    leftovers = [root / name for name in sorted(os.listdir(root)) if _is_leftover(name, attempt)]
+    return [path for path in leftovers if _remove_tree(path)]
+
+
+def _beyond(candidates: Sequence[Candidate], keep_last: int) -> list[Candidate]:
+    """What may go of `candidates` (newest first): nothing where not one of them has all its files."""
+    for candidate in candidates:
+        try:
+            check_files(candidate)
+        except CheckpointDamagedError as error:
+            logger.warning("not counted as a checkpoint to go back to: %s", error)
+        else:
+            return [other for other in candidates[keep_last:] if other is not candidate]
+    return []
+
+
+def _remove_checkpoint(candidate: Candidate) -> bool:
+    path = candidate.path
+    trash = path.with_name(f"{layout.TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    try:
+        foreign = set(os.listdir(path)) - candidate.manifest.files.keys() - {layout.MANIFEST, layout.TRAINER_STATE}
+        if foreign:
+            logger.warning(
+                "%s is kept: it holds %s, which megaresume did not write", path, ", ".join(sorted(foreign)[:5])
+            )
+            return False
+        # Out of sight first, for good: a kill in the middle of the removal must not leave half a checkpoint under its
+        # name.
+        fs.rename(path, trash)
+        fs.fsync_directory(path.parent)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
+        return False
+    _remove_tree(trash)
+    return True
+
+
+def _is_leftover(name: str, attempt: int) -> bool:
+    staging = layout.parse_staging_directory(name)
+    if staging is not None:
+        return staging[1] < attempt
+    if not name.startswith(layout.TRASH_PREFIX):
+        return False
+    was = name.removeprefix(layout.TRASH_PREFIX).rpartition("-")[0]
+    return layout.parse_step_directory(was) is not None or layout.parse_aside_directory(was) is not None
+
+
+def _remove_tree(path: Path) -> bool:
+    try:
+        fs.remove_tree(path)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
+        return False
+    return True
