@@ -24,7 +24,7 @@ import psutil
 
 from megaresume import read_progress
 from megaresume.store import layout
-from megaresume.store.shard import read_header, verify_shard
+from megaresume.store.shard import ShardHeader, read_header, verify_shard
 from megaresume.store.steplog import StepLine, read_events, read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -114,7 +114,8 @@ def follow(title: str, process: subprocess.Popen[bytes], step_log: Path, skip: i
         if until is not None and step >= until:
             break
         time.sleep(0.2)
-    print(flush=True)
+    if sys.stdout.isatty():
+        print()
     return process.poll() is None
 
 
@@ -152,7 +153,7 @@ def side_by_side(expected: Sequence[StepLine], found: Sequence[StepLine]) -> str
     reference = final_branch(expected)
     killed, resumed = (columns := by_attempt(found))[0], columns[-1]
     cut = max(killed)
-    rows = [f"{'step':>4}  {'never stopped':<30}  {'killed':<21}  {'resumed':<21}"]
+    rows = [f"{'step':>4}  {'never stopped':<30}  {'killed':<21}  resumed"]
     for step in range(min(resumed) - 3, cut + 5):
         row = f"{step:>4}  {reference[step].loss:<8.6f}  {reference[step].loss.hex():<20}"
         for line in (killed.get(step), resumed.get(step)):
@@ -187,23 +188,34 @@ def audit_and_times(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def differing_shards(expected: Path, found: Path) -> list[str]:
-    """What differs between two checkpoints: files, tensors, or the digests of their bytes, which are verified too."""
+    """What differs between two checkpoints' shards, whose digests are checked first. Whose they are may differ."""
     names = sorted(path.name for path in expected.glob(f"*{layout.SHARD_SUFFIX}"))
     if names != sorted(path.name for path in found.glob(f"*{layout.SHARD_SUFFIX}")):
         return [f"{expected} and {found} do not hold shards of the same names"]
     problems, tensors, data_bytes = [], 0, 0
     for name in names:
-        one, other = read_header(expected / name), read_header(found / name)
-        verify_shard(expected / name, one)
-        verify_shard(found / name, other)
-        if (one.tensors, one.index, one.chunk_digests) != (other.tensors, other.index, other.chunk_digests):
-            problems.append(f"{name}: {expected} and {found} differ")
-        tensors, data_bytes = tensors + len(one.tensors), data_bytes + one.size - one.data_start
+        (one, one_data), (other, other_data) = read_shard(expected / name), read_shard(found / name)
+        if one.tensors != other.tensors or one.index != other.index:
+            problems.append(f"{name}: {expected} and {found} hold other tensors")
+        elif one_data != other_data:
+            spans = one.tensors.values()
+            differing = [
+                span.name for span in spans if one_data[span.begin : span.end] != other_data[span.begin : span.end]
+            ]
+            problems.append(f"{name}: {expected} and {found} differ in {len(differing)} tensors: {differing[:10]}")
+        tensors, data_bytes = tensors + len(one.tensors), data_bytes + len(one_data)
     print(
         f"last checkpoints, {expected} and {found}: {len(names) - len(problems)} of {len(names)} shards have the same "
         f"bits ({tensors} tensors, {data_bytes:,} bytes)"
     )
     return problems
+
+
+def read_shard(path: Path) -> tuple[ShardHeader, bytes]:
+    """A shard's header and its data section, checked against each other."""
+    header = read_header(path)
+    verify_shard(path, header)
+    return header, path.read_bytes()[header.data_start :]
 
 
 def draw(expected: Sequence[StepLine], found: Sequence[StepLine], path: Path) -> None:

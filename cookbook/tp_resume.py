@@ -13,9 +13,11 @@ import argparse
 import dataclasses
 import logging
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -64,7 +66,7 @@ def config_from_arguments(config_class, args, **fixed):
 
 
 def start_distributed(args):
-    """Join the process group, form megatron's groups, seed the random streams."""
+    """Join the process group, form megatron's groups, seed every random stream."""
     if use_cpu():
         torch.distributed.init_process_group("gloo")
     else:
@@ -72,6 +74,8 @@ def start_distributed(args):
         torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as Megatron does
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")

@@ -22,8 +22,7 @@ from megaresume.job import read_job
 from megaresume.journal import Journal
 from megaresume.megatron.parallel import reports_loss, update_microbatches
 from megaresume.resume_request import Choice, choose, parse_request
-from megaresume.run_objects import TRAIN, RunObjects, agree_on_shape, as_chunks, find_place
-from megaresume.state.registered import Registered
+from megaresume.run_objects import TRAIN, agree_on_shape, find_place, gather_objects
 from megaresume.status import StatusWord
 from megaresume.stop import StopSignals
 from megaresume.store import layout
@@ -128,7 +127,9 @@ class ResumeManager:
         self.extra: dict[str, Any] = dict(extra or {})
         self.step = 0
         self.should_stop = False
-        self._objects = RunObjects(as_chunks(model), optimizer, scheduler, dict(data or {}), Registered(register or {}))
+        self._objects = gather_objects(
+            model=model, optimizer=optimizer, scheduler=scheduler, data=data, register=register
+        )
         self._save_every, self._keep_last, self._save_rng = save_every, keep_last, save_rng
         self._request, self._start_fresh, self._replay_rule = parse_request(resume_from), start_fresh, replay
         override = override_opt_param_scheduler

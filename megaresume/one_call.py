@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaresume.progress import Progress, progress_of, read_progress
 from megaresume.restoring import Options, restore_first_valid
-from megaresume.run_objects import RunObjects, agree_on_shape, as_chunks, find_place
-from megaresume.state.registered import Registered
+from megaresume.run_objects import agree_on_shape, find_place, gather_objects
 from megaresume.store.control import DEFAULT_TIMEOUT_S, open_control_plane
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def resume_from_checkpoint(
     and the two modes are those of `ResumeManager` and its `resume`. Nothing on disk is claimed or changed, so a run that also
     saves through a manager should resume through it. Collective; raises the same named error on all ranks.
     """
-    objects = RunObjects(as_chunks(model), optimizer, scheduler, dict(data or {}), Registered(register or {}))
+    objects = gather_objects(model=model, optimizer=optimizer, scheduler=scheduler, data=data, register=register)
     place = find_place(None)
     control = open_control_plane(timeout_s=timeout_s, label=place.stem)
     chosen = Path(control.decide(f"find a checkpoint in {path}", lambda: str(read_progress(path).path)))

@@ -11,6 +11,7 @@ import torch
 from megaresume.errors import ConfigurationError
 from megaresume.megatron.live import describe, device_of, model_facts, rank_facts
 from megaresume.megatron.parallel import global_rank, read_coordinate, read_topology, world_size
+from megaresume.megatron.rerun import rerun_state
 from megaresume.megatron.rng import random_streams
 from megaresume.state.description import Live
 from megaresume.state.registered import Registered
@@ -49,13 +50,20 @@ class RunObjects:
         return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def as_chunks(model: Any) -> list[torch.nn.Module]:
-    """The model argument (a module, or the list of virtual pipeline chunks) as a list."""
+def gather_objects(
+    *,
+    model: Any,
+    optimizer: Any | None,
+    scheduler: Any | None,
+    data: Mapping[str, DataParallelBatchSampler] | None,
+    register: Mapping[str, Any] | None,
+) -> RunObjects:
+    """The objects of a run from a manager's arguments of these names; megatron-core's own global state is registered with the user's."""
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
             raise ConfigurationError(f"model must be a torch.nn.Module or a list of them, found {type(chunk).__name__}")
-    return chunks
+    return RunObjects(chunks, optimizer, scheduler, dict(data or {}), Registered({**(register or {}), **rerun_state()}))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def save(
             for name, tensor in state.tensors.items()
         ]
         # Built on every rank though rank 0 alone writes it: what cannot be written must fail before anything is.
-        text = trainer_state.dumps(build_trainer_state(root, place, objects, attempt, counters))
+        text = trainer_state.dumps(build_trainer_state(root, place, objects, attempt, counters, state.index))
         box.append((state, entries, text))
 
     control.together(f"collect the state of step {counters.step}", collect)
@@ -79,9 +79,10 @@ def save(
 
 
 def build_trainer_state(
-    root: Path, place: Place, objects: RunObjects, attempt: Attempt, counters: Counters
+    root: Path, place: Place, objects: RunObjects, attempt: Attempt, counters: Counters, index: Mapping[str, Any]
 ) -> TrainerState:
-    """What `trainer_state.json` says at this boundary."""
+    """What `trainer_state.json` says at this boundary; `index` is that of this rank's shard."""
+    scalers = [optimizer["scaler"] for optimizer in index["optimizers"] if optimizer["scaler"]]
     train = objects.data.get(TRAIN)
     valid = [sampler.consumed_samples for name, sampler in objects.data.items() if name != TRAIN]
     sampler_state = {} if train is None else train.state_dict()
@@ -98,6 +99,7 @@ def build_trainer_state(
         data={name: sampler.state_dict() for name, sampler in objects.data.items()},
         topology=place.topology,
         scheduler=capture_scheduler(objects.scheduler),
+        loss_scaler=scalers[0] if scalers else None,
         versions=library_versions(),
         lineage=tuple(each.to_json() for each in read_attempts(root)) if place.rank == 0 else (),
         healthy=counters.healthy,

@@ -93,6 +93,7 @@ class Ranks:
         raised here, with the ranks' tracebacks as its cause. RankDied is raised when a process ends, or when
         `timeout_s` passes; then with the stacks of the ranks that hung.
         """
+        __tracebackhide__ = True
         assert 1 <= world_size <= MAX_WORLD_SIZE
         while len(self._ranks) < world_size:
             self._ranks.append(_start(len(self._ranks), self._directory))
@@ -206,6 +207,7 @@ def _ended(rank: _Rank) -> bool:
 
 def _raise(failures: dict[int, _Failure]) -> None:
     """Raise the first failure to arrive: those of other ranks are often its echo (a broken connection)."""
+    __tracebackhide__ = True
     texts = [f"rank {index}:\n{failure.text}" for index, failure in failures.items()]
     cause = RankTraceback(*texts)
     exception = next(iter(failures.values())).exception

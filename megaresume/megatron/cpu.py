@@ -76,8 +76,6 @@ class _RedirectToCPU(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
         if func is torch.Tensor.type:
             return _type(func, *args, **kwargs)
         if func is torch.Tensor.to:

@@ -229,9 +229,8 @@ def _check_all_visible(staging: Path, files: Mapping[str, ShardRecord]) -> None:
     """No manifest may name what is not there: this is the last to notice hosts that write to disks of their own."""
     absent = sorted(files.keys() - set(os.listdir(staging)))
     if absent:
-        raise FileNotFoundError(
-            errno.ENOENT, f"written by another host but not visible here, with {len(absent) - 1} more", absent[0]
-        )
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise FileNotFoundError(errno.ENOENT, f"{absent[0]}{others}: written by its rank but not visible to rank 0")
 
 
 def _move_into_place(root: Path, staging: Path, target: Path, *, step: int, attempt: int) -> None:

@@ -123,6 +123,17 @@ class ControlPlane:
             _raise_verdict(what, verdict, raised)
         return results
 
+    def close(self) -> None:
+        """Leave. Collective: rank 0, whose process holds the store, waits until all have read what they wait for.
+
+        Never raises: a rank that does not come is said in the log, for nothing can be undone any more.
+        """
+        self._operation += 1
+        try:
+            self._gather("close the control plane", None)
+        except MegaresumeError as error:
+            logger.warning("%s", error)
+
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _gather(self, what: str, value: JSON) -> list[JSON] | None:

@@ -42,7 +42,6 @@ __all__ = [
     "Sink",
     "TensorSpan",
     "check_identity",
-    "check_record",
     "read_header",
     "stream_tensors",
     "verify_shard",
@@ -169,12 +168,6 @@ def read_header(path: Path, *, record: ShardRecord | None = None) -> ShardHeader
     if record is not None:
         _check_digest(head_digest(head), record, path)
     return parse_head(head, size=size, path=path)
-
-
-def check_record(header: ShardHeader, record: ShardRecord, path: Path) -> None:
-    """Raise `CheckpointDamagedError` unless the file is the one the manifest's `record` was made of."""
-    _check_size(header.size, record, path)
-    _check_digest(header.digest, record, path)
 
 
 def check_identity(header: ShardHeader, identity: ShardIdentity, path: Path) -> None:

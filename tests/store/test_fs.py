@@ -1,4 +1,4 @@
-"""Files and strict JSON: every system call that writes fails once, and no reader accepts what our writer would refuse."""
+"""Files and strict JSON: each system call that writes fails once; no reader accepts what our writer would refuse."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ STORE = Path(fs.__file__).parent
 class FailingOs:
     """Stands in for `os` in the module under test: counts the calls that write and lets the k-th raise."""
 
-    CHANGING = frozenset(
-        "open write pwrite writev fsync close rename replace link unlink mkdir makedirs rmdir ftruncate".split()
-    )
+    FILES = ("open", "write", "pwrite", "writev", "ftruncate", "fsync", "close")
+    CHANGING = frozenset((*FILES, "rename", "replace", "link", "unlink", "mkdir", "makedirs", "rmdir"))
 
     def __init__(self, fail_at: int | None = None, code: int = errno.EIO) -> None:
         self.calls: list[str] = []
@@ -334,7 +333,9 @@ def test_any_bytes_are_a_value_or_named_damage(data: bytes) -> None:
         value = fs.parse_json(data, source="x")
     except CheckpointDamagedError:
         return
-    assert fs.parse_json(fs.dump_json(value), source="x") == value, "accepted, so our own writer must be able to keep it"
+    assert fs.parse_json(fs.dump_json(value), source="x") == value, (
+        "accepted, so our own writer must be able to keep it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_foreign_names_are_no_steps(name: str) -> None:
     assert layout.parse_attempt_file(name) is None
 
 
-@pytest.mark.parametrize("name", ["step-00001200.a0003.1", "step-00001200.a0003.02", "step-00001200.a3", "step-1.a0001"])
+@pytest.mark.parametrize(
+    "name", ["step-00001200.a0003.1", "step-00001200.a0003.02", "step-00001200.a3", "step-1.a0001"]
+)
 def test_foreign_names_are_nothing_renamed_aside(name: str) -> None:
     assert layout.parse_aside_directory(name) is None
 

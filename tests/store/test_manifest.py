@@ -122,7 +122,9 @@ def test_a_newer_version_is_named_with_ours(tmp_path: Path) -> None:
     value["format_version"] = FORMAT_VERSION + 1
     value["files"] = "of a form that only the newer version knows"
     path.write_text(json.dumps(value), "utf-8")
-    with pytest.raises(FormatError, match=rf"version {FORMAT_VERSION + 1}, .*up to {FORMAT_VERSION}.*Upgrade") as caught:
+    with pytest.raises(
+        FormatError, match=rf"version {FORMAT_VERSION + 1}, .*up to {FORMAT_VERSION}.*Upgrade"
+    ) as caught:
         parse_manifest(path)
     assert str(path) in str(caught.value)
 
@@ -239,7 +241,9 @@ def test_16384_ranks_are_quick(tmp_path: Path) -> None:
     before = time.process_time()
     path = written(tmp_path, manifest)
     assert parse_manifest(path) == manifest
-    assert time.process_time() - before < 5.0, "a second of processor time at most, on a machine with nothing else to do"
+    assert time.process_time() - before < 5.0, (
+        "a second of processor time at most, on a machine with nothing else to do"
+    )
     assert path.stat().st_size < 200 * 16_384
 
 
