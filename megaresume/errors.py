@@ -12,11 +12,13 @@ class MegaresumeError(Exception):
 
 
 class ConfigurationError(MegaresumeError, ValueError):
-    """The arguments cannot be served (a value out of range, a path that is not usable as a root). Nothing was touched."""
+    """The arguments cannot be served (a value out of range, a path that is not usable as a root). Nothing was
+    touched."""
 
 
 class UnsupportedError(MegaresumeError):
-    """Something in the live run whose state megaresume does not know how to capture; the message names it. Nothing was touched."""
+    """Something in the live run whose state megaresume does not know how to capture; the message names it. Nothing was
+    touched."""
 
 
 class RootError(MegaresumeError):
@@ -24,7 +26,8 @@ class RootError(MegaresumeError):
 
 
 class CheckpointNotFoundError(MegaresumeError):
-    """No checkpoint where one was asked for, or none readable in a root that had committed ones. Nothing was touched."""
+    """No checkpoint where one was asked for, or none readable in a root that had committed ones. Nothing was
+    touched."""
 
 
 class CheckpointDamagedError(MegaresumeError):
@@ -36,7 +39,8 @@ class FormatError(MegaresumeError):
 
 
 class TopologyMismatchError(MegaresumeError):
-    """The checkpoint's parallel layout is not this run's; the message holds the table of differences. Nothing was touched."""
+    """The checkpoint's parallel layout is not this run's; the message holds the table of differences. Nothing was
+    touched."""
 
 
 class StateMismatchError(MegaresumeError):
@@ -48,7 +52,8 @@ class DataMismatchError(MegaresumeError):
 
 
 class TrainerStateError(FormatError):
-    """`trainer_state.json` is unreadable, or a field of it is missing or of the wrong type; the message names the field."""
+    """`trainer_state.json` is unreadable, or a field of it is missing or of the wrong type; the message names the
+    field."""
 
 
 class SaveError(MegaresumeError):
@@ -64,4 +69,5 @@ class ReplayDivergedError(MegaresumeError):
 
 
 class PoisonedError(MegaresumeError):
-    """A restore failed half-way and nothing older was readable: live state is undefined and must not be trained or saved."""
+    """A restore failed half-way and nothing older was readable: live state is undefined and must not be trained or
+    saved."""

@@ -31,9 +31,10 @@ def resume_from_checkpoint(
 ) -> Progress:
     """Restore `path`, a checkpoint or the newest one of a root, onto the objects given, and say how far it is.
 
-    The counters returned are those to go on with: step 0 with `weights_only`, no samples consumed with `skip_data=False`. The objects
-    and the two modes are those of `ResumeManager` and its `resume`. Nothing on disk is claimed or changed, so a run that also
-    saves through a manager should resume through it. Collective; raises the same named error on all ranks.
+    The counters returned are those to go on with: step 0 with `weights_only`, no samples consumed with
+    `skip_data=False`. The objects and the two modes are those of `ResumeManager` and its `resume`. Nothing on disk is
+    claimed or changed, so a run that also saves through a manager should resume through it. Collective; raises the same
+    named error on all ranks.
     """
     objects = gather_objects(model=model, optimizer=optimizer, scheduler=scheduler, data=data, register=register)
     place = find_place(None)
@@ -48,6 +49,7 @@ def resume_from_checkpoint(
         options=Options(weights_only=weights_only, skip_data=skip_data),
         fall_back=False,
     )
+    control.close()
     progress = progress_of(restored.path)
     if weights_only:
         return replace(progress, global_step=0, consumed_train_samples=0)

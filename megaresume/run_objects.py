@@ -27,7 +27,8 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class RunObjects:
-    """Model chunks, optimizer, scheduler, samplers by name ("train", "valid", ...) and registered objects of one rank."""
+    """Model chunks, optimizer, scheduler, samplers by name ("train", "valid", ...) and registered objects of one
+    rank."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: Any | None
@@ -58,7 +59,8 @@ def gather_objects(
     data: Mapping[str, DataParallelBatchSampler] | None,
     register: Mapping[str, Any] | None,
 ) -> RunObjects:
-    """The objects of a run from a manager's arguments of these names; megatron-core's own global state is registered with the user's."""
+    """The objects of a run from a manager's arguments of these names; megatron-core's own global state is registered
+    with the user's."""
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):

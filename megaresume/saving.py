@@ -46,9 +46,9 @@ def save(
 ) -> SaveReport:
     """Save the state of this step boundary as `root/step-...`. Returns once it is committed, on every rank.
 
-    Collective over the control plane; no tensor moves between ranks (but for a parameter all-gather that was left to overlap with
-    the next forward pass, which is finished first). Raises SaveError, or what cannot be captured, the same on all ranks; the root is
-    then as it was.
+    Collective over the control plane; no tensor moves between ranks (but for a parameter all-gather that was left to
+    overlap with the next forward pass, which is finished first). Raises SaveError, or what cannot be captured, the same
+    on all ranks; the root is then as it was.
     """
     synchronise(list(objects.chunks))
     box: list[tuple[RankState, list[Entry], bytes]] = []

@@ -1,7 +1,7 @@
 """The status word: four numbers that all ranks add up once per step, so that a stop seen by one is a stop for all.
 
-Posted at the end of a step and read at the end of the next, so that nobody waits for it. Also carries the loss, which only the last
-pipeline stage has. The one collective on the default process group that megaresume adds to training.
+Posted at the end of a step and read at the end of the next, so that nobody waits for it. Also carries the loss, which
+only the last pipeline stage has. The one collective on the default process group that megaresume adds to training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Word:
-    """What the ranks said together: how many want to stop, whether the replay diverged, and the mean loss over the ranks that have one
-    (None: nobody)."""
+    """What the ranks said together: how many want to stop, whether the replay diverged, and the mean loss over the
+    ranks that have one (None: nobody)."""
 
     stop: int
     diverged: bool

@@ -1,7 +1,7 @@
-"""A pool of started ranks for tests: real processes under torch.distributed (gloo), started once and used again and again.
+"""A pool of started ranks for tests: real processes under torch.distributed (gloo), started once and used many times.
 
-Importing torch and megatron-core takes seconds per process; here a forkserver does it once and ranks are forked from it.
-Tests get the pool as the fixture `ranks`:
+Importing torch and megatron-core takes seconds per process; here a forkserver does it once, and ranks are forked from
+it. Tests get the pool as the fixture `ranks`:
 
     def losses(config, steps):                      # a function of a module, run on every rank
         return [result.loss for result in train(config, steps)]
@@ -84,9 +84,7 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._runs = 0
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
         """Call `function(*args)` on ranks 0 .. world_size-1 at once; return their results, by rank.
 
         The function (module-level), the arguments and the results are pickled. The first exception of any rank is
@@ -155,11 +153,12 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, Any]:
     """
     outcomes: dict[int, Any] = {}
     waiting: dict[Any, int] = {rank.connection: index for index, rank in enumerate(ranks)}
-    held: list[Connection] = []
+    held: list[Any] = []
     failed = False
     deadline = time.monotonic() + timeout_s
     while waiting and time.monotonic() < deadline:
-        for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
+        ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        for connection in ready:
             index = waiting.pop(connection)
             try:
                 outcomes[index] = pickle.loads(connection.recv_bytes())
@@ -192,9 +191,7 @@ def _lost(ranks: list[_Rank], outcomes: dict[int, Any], name: str, timeout_s: fl
         for index in hung
     ]
     lines += [
-        f"rank {index} raised:\n{outcome.text}"
-        for index, outcome in outcomes.items()
-        if isinstance(outcome, _Failure)
+        f"rank {index} raised:\n{outcome.text}" for index, outcome in outcomes.items() if isinstance(outcome, _Failure)
     ]
     return RankDied("\n".join(lines), exit_codes)
 

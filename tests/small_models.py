@@ -1,4 +1,4 @@
-"""Small real megatron-core training runs for tests: GPTModel, DDP, megatron's optimizer, scheduler and pipeline schedules.
+"""Small real megatron-core training runs for tests: GPTModel, DDP, optimizer, scheduler and pipeline schedules.
 
 `build(SmallModel(tp=2, pp=2, dp=2))` sets everything up from nothing, in a process that may have run another topology
 before. The samples are synthetic and a function of their id alone. Knows nothing of checkpoints.
@@ -110,7 +110,7 @@ class Run:
     scheduler: OptimizerParamScheduler
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """This rank's sample ids of 0-based `step`, one list per micro-batch: sequential order, split as Megatron does."""
+        """This rank's sample ids of the 0-based `step`, one list per micro-batch; in order, split as Megatron does."""
         size, dp_rank = self.config.micro_batch_size, parallel_state.get_data_parallel_rank()
         stride = size * self.config.dp
         first = step * self.config.global_batch_size + dp_rank * size
@@ -162,7 +162,7 @@ def build(config: SmallModel) -> Run:
             fp16=config.precision == "fp16",
             params_dtype=DTYPES[config.precision],
             use_distributed_optimizer=config.distributed_optimizer,
-            initial_loss_scale=2.0**22,
+            initial_loss_scale=2.0**20,
             min_loss_scale=1.0,
             loss_scale_window=4,
             hysteresis=1,
@@ -198,7 +198,7 @@ def sample(sample_id: int) -> np.ndarray:
     """The tokens of a sample, int64 [SEQUENCE_LENGTH + 1]: a noisy walk that a small model learns something from."""
     generator = np.random.default_rng(sample_id)
     strides = generator.integers(1, 4, size=SEQUENCE_LENGTH + 1)
-    return (generator.integers(VOCAB_SIZE) + np.cumsum(strides)) % VOCAB_SIZE
+    return np.asarray((generator.integers(VOCAB_SIZE) + np.cumsum(strides)) % VOCAB_SIZE)
 
 
 def _initialise_parallel_state(config: SmallModel) -> None:

@@ -1,4 +1,4 @@
-"""The CPU stand-in: what it redirects, what it leaves alone, and that real megatron-core trains behind it, repeatably."""
+"""The CPU stand-in: what it redirects and leaves alone, and that real megatron-core trains behind it, repeatably."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _on_one_rank(ranks: Ranks, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _on_a_machine_with_cuda() -> None:
-    torch.cuda.is_available = lambda: True  # type: ignore[method-assign]
+    torch.cuda.is_available = lambda: True
     before = dict(vars(torch.cuda))
     assert use_cpu() is False
     with pytest.raises(ConfigurationError, match='CUDA_VISIBLE_DEVICES=""'):
@@ -149,7 +149,12 @@ def test_it_is_on_during_the_backward_pass(ranks: Ranks) -> None:
 def _in_a_thread() -> None:
     use_cpu()
     seen: list[str] = []
-    thread = threading.Thread(target=lambda: (use_cpu(), seen.append(torch.zeros(1, device="cuda").type())))
+
+    def body() -> None:
+        use_cpu()
+        seen.append(torch.zeros(1, device="cuda").type())
+
+    thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     assert seen == ["torch.cuda.FloatTensor"]
@@ -157,6 +162,23 @@ def _in_a_thread() -> None:
 
 def test_a_thread_of_ones_own_turns_it_on_for_itself(ranks: Ranks) -> None:
     _on_one_rank(ranks, _in_a_thread)
+
+
+def _compiled() -> None:
+    use_cpu()
+    compiling: list[bool] = []
+
+    @torch.compile
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return tensor * 2
+
+    assert [double(torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
+    assert compiling == [False] * 3
+
+
+def test_what_megatron_compiles_runs_as_it_is_written(ranks: Ranks) -> None:
+    _on_one_rank(ranks, _compiled)
 
 
 # --- Random numbers ---

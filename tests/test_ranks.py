@@ -61,7 +61,7 @@ def _pid() -> int:
 
 
 def _cpu_seconds() -> float:
-    return psutil.Process().cpu_times().user
+    return float(psutil.Process().cpu_times().user)
 
 
 def _square(value: Any) -> Any:

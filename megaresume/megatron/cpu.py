@@ -2,8 +2,8 @@
 
 megatron-core names CUDA in a few dozen places (`device="cuda"`, streams, events, the device's random numbers, the type
 names its optimizer checks). The stand-in answers each of them from the CPU and changes nothing else: model, optimizer,
-schedules and collectives (gloo) are megatron-core's own. Build the model with `use_cpu_initialization=True`, fusions off
-and `get_gpt_layer_local_spec()`. Knows nothing of checkpoints.
+schedules and collectives (gloo) are megatron-core's own. Build the model with `use_cpu_initialization=True` and
+`get_gpt_layer_local_spec()`, without gradient accumulation fusion. Knows nothing of checkpoints.
 
 With it on, the device's default random stream IS torch's CPU stream: two streams that differ on a GPU are one here.
 """
@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-
-# Imported before anything is replaced: torch's compiler, which megatron-core loads, refuses replaced functions.
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
@@ -45,8 +43,9 @@ def use_cpu(force: bool = False) -> bool:
         if torch.cuda.is_available():
             if force:
                 raise ConfigurationError(
-                    f"the CPU stand-in was asked for, but this process sees {torch.cuda.device_count()} CUDA device(s), "
-                    'which it never touches: start the process with CUDA_VISIBLE_DEVICES="" to run on the CPU'
+                    "the CPU stand-in was asked for, but this process sees a CUDA device "
+                    f"({torch.cuda.device_count()} of them), which it never touches: start the process with "
+                    'CUDA_VISIBLE_DEVICES="" to run on the CPU'
                 )
             return False
         _replace_cuda_functions()
@@ -58,7 +57,7 @@ def use_cpu(force: bool = False) -> bool:
         level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
         logger.log(level, "no CUDA device: megatron-core runs on the CPU behind megaresume's stand-in")
     if not _redirected():
-        _RedirectToCPU().__enter__()
+        _RedirectToCPU().__enter__()  # type: ignore[no-untyped-call]  # and never left
     return True
 
 
@@ -68,7 +67,7 @@ def is_installed() -> bool:
 
 
 class _RedirectToCPU(TorchFunctionMode):
-    """Sends every tensor meant for a CUDA device to the CPU, and lets tensors say they are CUDA's where that is checked."""
+    """Sends tensors meant for a CUDA device to the CPU, and lets them say they are CUDA's where that is checked."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -100,7 +99,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 def _type(func: Callable[..., Any], tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.type`: the name it would have on a CUDA device (megatron's optimizers check it), or the cast asked for."""
+    """`Tensor.type`: its name were it on a CUDA device (megatron's optimizers check that), or the cast asked for."""
     if dtype is None:
         return func(tensor).replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str):
@@ -120,23 +119,43 @@ class _RedirectedEngine(type(torch.autograd.Variable._execution_engine)):  # typ
 
 
 class _Stream:
-    """A CUDA stream or event: the CPU works in order, so there is nothing to wait for."""
+    """A CUDA stream: the CPU works in order, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    def synchronize(self) -> None:
+        pass
 
-    wait_stream = wait_event = synchronize = wait = record = _nothing
+    def wait_stream(self, stream: Any) -> None:
+        pass
 
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or _Stream()
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    """A CUDA event: it has always happened already, and no time passed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end_event: _Stream) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         return 0.0
 
 
@@ -145,18 +164,22 @@ def _stream_context(stream: Any) -> Iterator[None]:
     yield
 
 
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing, a new one at each call: torch's compiler refuses one that goes by two names."""
+    return lambda *args, **kwargs: None
+
+
 def _replace_cuda_functions() -> None:
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     only_stream = _Stream()
     replacements: dict[str, Any] = {
         # A torch.device, not an index: it stays right where the redirection is not active (other threads).
         "current_device": lambda: _CPU,
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "set_device": nothing,
-        "set_stream": nothing,
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
+        "set_device": _nothing(),
+        "set_stream": _nothing(),
         "Stream": _Stream,
-        "Event": _Stream,
+        "Event": _Event,
         "stream": _stream_context,
         "current_stream": lambda device=None: only_stream,
         "default_stream": lambda device=None: only_stream,
@@ -177,14 +200,17 @@ def _replace_rng_functions() -> None:
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(int(seed))
 
-    for module in (torch.cuda, torch.cuda.random):
-        for name, replacement in {
-            "get_rng_state": get_state,
-            "set_rng_state": set_state,
-            "manual_seed": manual_seed,
-            "manual_seed_all": manual_seed,
-        }.items():
-            setattr(module, name, replacement)
+    def manual_seed_all(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    for function, name in (
+        (get_state, "get_rng_state"),
+        (set_state, "set_rng_state"),
+        (manual_seed, "manual_seed"),
+        (manual_seed_all, "manual_seed_all"),
+    ):
+        setattr(torch.cuda, name, function)
+        setattr(torch.cuda.random, name, function)
 
     def tracker_get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         _refuse_graphs(graph_safe)

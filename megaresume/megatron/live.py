@@ -61,8 +61,9 @@ def rank_facts(chunks: Sequence[torch.nn.Module], live: Live) -> dict[str, Any]:
 
 
 def model_facts(answers: Sequence[dict[str, Any]], stages: Sequence[int]) -> dict[str, Any]:
-    """One set of facts for the run from every rank's `rank_facts`; `stages[i]` is the pipeline stage of rank i. Pure."""
-    first_of_stage = {stage: answer for stage, answer in reversed(list(zip(stages, answers, strict=True)))}
+    """One set of facts for the run from every rank's `rank_facts`; `stages[i]` is the pipeline stage of rank i.
+    Pure."""
+    first_of_stage = dict(reversed(list(zip(stages, answers, strict=True))))
     layers = [first_of_stage[stage]["layers"] for stage in sorted(first_of_stage)]
     digest = hashlib.sha256("".join(answer["trainable"] for answer in answers).encode()).hexdigest()[:16]
     return {

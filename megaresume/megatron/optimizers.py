@@ -1,7 +1,7 @@
 """megatron-core optimizers -> descriptions of their inner optimizers (checked with megatron-core 0.14 and 0.16.1).
 
-Which range of which parameter a rank owns stands in `DistributedOptimizer._get_model_param_range_map`; it never enters a file by bucket
-or position. What holds state we do not know how to take is refused by name.
+Which range of which parameter a rank owns stands in `DistributedOptimizer._get_model_param_range_map`; it never enters
+a file by bucket or position. What holds state we do not know how to take is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _REFUSED = {
 
 
 def describe_optimizers(optimizer: Any | None, parameters: Mapping[str, Parameter]) -> tuple[Optimizer, ...]:
-    """The inner optimizers of `optimizer` (Megatron's, chained or not, a list of them, or torch's own) in their order; stubs left out."""
+    """The inner optimizers of `optimizer` (Megatron's, chained or not, a list of them, or torch's own) in their order;
+    stubs left out."""
     names = {id(parameter.tensor): parameter.name for parameter in parameters.values()}
     return tuple(_describe(leaf, names) for leaf in _leaves(optimizer))
 
@@ -75,7 +76,8 @@ def _member(
     parameter, start, end, master = owners[id(key)]
     if id(parameter) not in names:
         raise UnsupportedError(
-            f"the optimizer trains a tensor of shape {tuple(parameter.shape)} that is no parameter of the model given: pass every model chunk"
+            f"the optimizer trains a tensor of shape {tuple(parameter.shape)} that is no parameter of the model given: "
+            "pass every model chunk"
         )
     return OptimizerMember(names[id(parameter)], start, end, key, master)
 

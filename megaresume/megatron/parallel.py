@@ -1,4 +1,5 @@
-"""Where this rank stands: megatron-core's `parallel_state` (checked with 0.14 and 0.16.1) as a Topology, a Coordinate and replica groups.
+"""Where this rank stands: megatron-core's `parallel_state` (checked with 0.14 and 0.16.1) as a Topology, a Coordinate
+and replica groups.
 
 Without `parallel_state` every rank is a data-parallel one, without torch.distributed there is one rank.
 """
@@ -33,7 +34,8 @@ def data_parallel_coordinate() -> tuple[int, int]:
 
 
 def reports_loss() -> bool:
-    """Whether the loss is counted from this rank: tensor rank 0 of the last pipeline stage (of every data and context rank)."""
+    """Whether the loss is counted from this rank: tensor rank 0 of the last pipeline stage (of every data and context
+    rank)."""
     state = _parallel_state()
     if state is None:
         return True
@@ -75,7 +77,8 @@ def read_coordinate(topology: Topology) -> Coordinate:
 
 
 def replica_groups() -> dict[str, ReplicaGroup]:
-    """The groups over which model tensors are equal: "dense" (data x context parallel) and "expert" (expert data parallel)."""
+    """The groups over which model tensors are equal: "dense" (data x context parallel) and "expert" (expert data
+    parallel)."""
     state = _parallel_state()
     if state is None:
         world = dist.group.WORLD if _distributed() else None
@@ -106,7 +109,8 @@ def _distributed() -> bool:
 
 
 def _parallel_state() -> Any | None:
-    # A run that never imported megatron-core has no parallel state; importing it here to find that out would cost it 8 s.
+    # A run that never imported megatron-core has no parallel state; importing it here to find that out would cost it 8
+    # s.
     state = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and _distributed() and state.model_parallel_is_initialized() else None
 
@@ -126,7 +130,8 @@ def _rank_order(state: Any) -> str:
         if len(ranks) > 1:
             strides[axis] = ranks[1] - ranks[0]
     default = DEFAULT_ORDER.split("-")
-    # cp and ep live in two grids and may share a stride; among equals, and for axes of size 1, the default order stands.
+    # cp and ep live in two grids and may share a stride; among equals, and for axes of size 1, the default order
+    # stands.
     by_stride = sorted(strides, key=lambda axis: (strides[axis], default.index(axis)))
     order = iter(by_stride)
     return "-".join(next(order) if axis in strides else axis for axis in default)

@@ -1,7 +1,8 @@
 """Model chunks -> parameters, buffers and extra states under global names (checked with megatron-core 0.14 and 0.16.1).
 
-A local parameter's place in the global one is what its `sharded_state_dict` says, factories (SwiGLU and the like) built: their parts are
-views of the parameter, so address and strides say which local elements lie where. A plain `nn.Module` is its own global self.
+A local parameter's place in the global one is what its `sharded_state_dict` says, factories (SwiGLU and the like)
+built: their parts are views of the parameter, so address and strides say which local elements lie where. A plain
+`nn.Module` is its own global self.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def synchronise(chunks: list[torch.nn.Module]) -> None:
-    """Finish a parameter all-gather that is still to overlap with the next forward pass, so that weights are whole to read."""
+    """Finish a parameter all-gather that is still to overlap with the next forward pass, so that weights are whole to
+    read."""
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
         if config is not None and getattr(config, "overlap_param_gather", False):
@@ -40,7 +42,8 @@ def describe_parameters(
 ) -> tuple[dict[str, Parameter], dict[str, torch.Tensor]]:
     """(parameters by global name, buffers by rank-local name) of this rank's model chunks. Not collective.
 
-    `replicas` holds "expert" where experts have replica groups of their own. Raises UnsupportedError naming a parameter whose place in the global model cannot be told.
+    `replicas` holds "expert" where experts have replica groups of their own. Raises UnsupportedError naming a parameter
+    whose place in the global model cannot be told.
     """
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -75,12 +78,13 @@ def _extra_state(module: torch.nn.Module, name: str) -> Any:
     state = module.get_extra_state()
     if not type(module).__module__.startswith("transformer_engine"):
         return state
-    # Without fp8 it is None or an empty tensor. With fp8 it is a pickle, which TE unpickles when it is set: we would hand it bytes
-    # from a file.
+    # Without fp8 it is None or an empty tensor. With fp8 it is a pickle, which TE unpickles when it is set: we would
+    # hand it bytes from a file.
     if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
         return state
     raise UnsupportedError(
-        f"{name}: Transformer Engine's fp8 state (scales and amax history) is not supported yet; run without --fp8-format"
+        f"{name}: Transformer Engine's fp8 state (scales and amax history) is not supported yet; run without "
+        "--fp8-format"
     )
 
 
@@ -99,7 +103,8 @@ def _chunk_parameters(module: torch.nn.Module, expert_replicas: bool) -> Iterato
 
 
 class _PartsByAddress:
-    """Finds the parameter each sharded tensor is a view of: names in a sharded state dict are not those of the module."""
+    """Finds the parameter each sharded tensor is a view of: names in a sharded state dict are not those of the
+    module."""
 
     def __init__(self, local: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
         holders = sorted((parameter.data_ptr(), key) for key, (_, parameter) in local.items() if parameter.numel())
@@ -131,8 +136,8 @@ class _PartsByAddress:
         if sum(part.data.numel() for _, part in found) != parameter.numel() or not found:
             raise UnsupportedError(
                 f"parameter {local_name}: the model's sharded_state_dict() covers "
-                f"{sum(part.data.numel() for _, part in found)} of its {parameter.numel()} elements, so its place in the global "
-                "model is unknown; give its module a sharded_state_dict() that covers it"
+                f"{sum(part.data.numel() for _, part in found)} of its {parameter.numel()} elements, so its place in "
+                "the global model is unknown; give its module a sharded_state_dict() that covers it"
             )
         names = {name for name, _ in found}
         if len(names) > 1:
@@ -159,7 +164,8 @@ class _PartsByAddress:
 
 
 def _expert_suffix(found: list[tuple[str, Any]]) -> str:
-    """Experts of one layer share a global tensor with the expert number as a leading dimension; it tells their parameters apart."""
+    """Experts of one layer share a global tensor with the expert number as a leading dimension; it tells their
+    parameters apart."""
     leading = sorted({tuple(part.global_offset[: part.prepend_axis_num]) for _, part in found})
     if leading == [()]:
         return ""

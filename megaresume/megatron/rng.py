@@ -16,7 +16,8 @@ _PREFIX = "tracker."
 
 
 def random_streams(device: torch.device | None) -> dict[str, Stream]:
-    """All streams of this rank: the process's own and, as "tracker.<name>", each named state of Megatron's tracker in use."""
+    """All streams of this rank: the process's own and, as "tracker.<name>", each named state of Megatron's tracker in
+    use."""
     streams = process_streams(device)
     module = sys.modules.get("megatron.core.tensor_parallel.random")
     if module is None or not module._CUDA_RNG_STATE_TRACKER_INITIALIZED:
