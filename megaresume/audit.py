@@ -6,6 +6,7 @@ the verdict. "Nothing to compare" is a verdict of its own and never a success.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -80,7 +81,7 @@ def compare_step(
             differences.append(FieldDifference(field, ours, theirs))
     if verdict == "nothing to compare":
         return StepComparison(replayed.step, reference.attempt, verdict)
-    near = all(_near(d.replayed, d.reference, tolerance) for d in differences)
+    near = all(math.isclose(d.replayed, d.reference, rel_tol=tolerance) for d in differences)
     ours, theirs = replayed.consumed_train_samples, reference.consumed_train_samples
     if ours is not None and theirs is not None and ours != theirs:
         differences.append(FieldDifference("consumed_train_samples", ours, theirs))
@@ -88,12 +89,6 @@ def compare_step(
     if differences:
         verdict = "within tolerance" if near else "diverged"
     return StepComparison(replayed.step, reference.attempt, verdict, tuple(differences))
-
-
-def _near(first: float, second: float, tolerance: float) -> bool:
-    return abs(first - second) <= tolerance * max(
-        abs(first), abs(second)
-    )  # False for a NaN or an infinity, as it should be
 
 
 def audit(

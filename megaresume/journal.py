@@ -1,4 +1,5 @@
-"""What rank 0 writes down while the run goes on: a line per step, events, and the comparison of replayed steps with the log before."""
+"""What rank 0 writes down while the run goes on: a line per step, events, and the comparison of replayed steps with the
+log before."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ logger = logging.getLogger("megaresume.journal")
 
 
 class Journal:
-    """Step log, event log and replay audit of one attempt. On rank 0 only; reads the log of the attempts before once, when made."""
+    """Step log, event log and replay audit of one attempt. On rank 0 only; reads the log of the attempts before once,
+    when made."""
 
     def __init__(self, root: Path, attempt: Attempt) -> None:
         self._reference = _reference_lines(root, attempt)
@@ -27,18 +29,20 @@ class Journal:
         self._events = EventLog(root / layout.EVENTS, attempt.attempt)
         self.healthy: bool | None = None
         self.diverged = False
-        if attempt.resumed_from is not None and not self._reference:
-            off = (
-                f"off, for this was changed on purpose: {', '.join(attempt.changes)}"
+        if (attempt.resumed_from is not None or attempt.start_step) and not self._reference:
+            verdict, summary = (
+                ("off", f"off, for this was changed on purpose: {', '.join(attempt.changes)}")
                 if attempt.changes
-                else "nothing to compare: no step after this checkpoint is in the log"
+                else ("nothing to compare", "nothing to compare: no step after this checkpoint is in the log")
             )
-            logger.info("replay audit: %s", off)
+            logger.info("replay audit: %s", summary)
+            self._events.append("replay", verdict=verdict, compared=0, equal=0, summary=summary)
 
     def record(
         self, *, step: int, loss: float | None, grad_norm: float | None, lr: float | None, consumed_train_samples: int
     ) -> None:
-        """Log a finished step; compare it where an earlier attempt trained it too, and say the verdict when the last such step is done."""
+        """Log a finished step; compare it where an earlier attempt trained it too, and say the verdict when the last
+        such step is done."""
         line = self._steps.append(
             step=step, loss=loss, grad_norm=grad_norm, lr=lr, consumed_train_samples=consumed_train_samples
         )
@@ -57,9 +61,13 @@ class Journal:
         self._events.append(name, **fields)
 
     def sync(self) -> None:
-        """Make the lines so far durable; before each commit."""
-        self._steps.sync()
-        self._events.sync()
+        """Make the lines so far durable; before each commit. Like a line that cannot be written, a failure stops
+        nothing."""
+        try:
+            self._steps.sync()
+            self._events.sync()
+        except OSError as error:
+            logger.error("the step log may lose its last lines if this host crashes: %s", error)
 
     def close(self) -> None:
         """Say how far the replay came where it did not come to its end, and close the files."""

@@ -17,11 +17,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megaresume import restoring, saving
-from megaresume.errors import ConfigurationError, PoisonedError, ReplayDivergedError
+from megaresume.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MegaresumeError,
+    PoisonedError,
+    ReplayDivergedError,
+)
 from megaresume.job import read_job
 from megaresume.journal import Journal
 from megaresume.megatron.parallel import reports_loss, update_microbatches
-from megaresume.resume_request import Choice, choose, parse_request
+from megaresume.resume_request import Choice, choose, is_uri, parse_request
 from megaresume.run_objects import TRAIN, agree_on_shape, find_place, gather_objects
 from megaresume.status import StatusWord
 from megaresume.stop import StopSignals
@@ -42,7 +48,8 @@ logger = logging.getLogger("megaresume")
 class ResumeReport:
     """What `resume()` did, on every rank the same.
 
-    path, step: the checkpoint that was restored and its step; None and 0 for a fresh start.
+    path, step: the checkpoint that was restored and the step to go on from; None and 0 for a fresh start.
+    consumed_train_samples, epoch, learning_rate: where the run stands now; None without a sampler, or without an optimizer.
     passed: (name, reason) of each newer checkpoint that was passed over.
     changes: what differs from the checkpoint on purpose; the replay audit is off where there are any.
     notes, left_out: one line for each difference that was settled, and for each part that was not restored.
@@ -57,6 +64,8 @@ class ResumeReport:
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+    epoch: int | None = None
+    learning_rate: float | None = None
 
 
 class ResumeManager:
@@ -119,7 +128,7 @@ class ResumeManager:
                 raise ConfigurationError(f"{name} must be a whole number of at least 1 or None, found {value!r}")
         _check_choice("replay", replay, ("report", "raise"))
         _check_choice("verify", verify, ("load", "first", "none"))
-        if "://" in str(root):
+        if is_uri(root):
             raise ConfigurationError(
                 f"root {str(root)!r} is a URI; checkpoints are written to local or mounted directories"
             )
@@ -173,36 +182,46 @@ class ResumeManager:
             raise ConfigurationError("resume() was called before; a manager resumes once, before training")
         started = time.monotonic()
         choice = self._choose()
-        if choice.note:
-            self._say(choice.note)
-        passed = tuple((name, reason) for name, reason in choice.passed)
-        if not choice.paths:
-            self._claim(start_step=0, resumed_from=None, changes=(), root_id=None)
-            self._say(f"{self.root}: fresh start, no checkpoint was committed here before")
-            report = ResumeReport(None, 0, self._consumed(), self._current().attempt, passed=passed)
-        else:
-            report = self._restore(choice, weights_only, skip_data, passed)
+        if choice.followed:
+            self._say(choice.followed)
+            weights_only, skip_data = False, True
+        try:
+            report = self._restore(choice, weights_only, skip_data) if choice.paths else self._begin(choice)
+        except CheckpointNotFoundError as error:
+            if not self._start_fresh:
+                raise
+            self._say(str(error))
+            report = self._begin(choice)
+        for name, reason in report.passed:
+            self._say(f"passed over {name}: {reason}")
         self._open_journal(report, time.monotonic() - started)
         return report
+
+    def _begin(self, choice: Choice) -> ResumeReport:
+        self._claim(start_step=0, resumed_from=None, changes=(), root_id=None)
+        self._say(f"{self.root}: fresh start at step 0")
+        return self._report(passed=choice.passed_since(0))
+
+    def _report(self, **fields: Any) -> ResumeReport:
+        train = self._objects.data.get(TRAIN)
+        return ResumeReport(
+            **{"path": None, **fields},
+            step=self.step,
+            consumed_train_samples=self._consumed(),
+            attempt=self._current().attempt,
+            epoch=None if train is None else train.epoch,
+            learning_rate=self._objects.learning_rate(),
+        )
 
     def _choose(self) -> Choice:
         job = read_job()
         told = self._control.decide(
             "choose a checkpoint",
-            lambda: asdict(
-                choose(
-                    self.root,
-                    self._request,
-                    restarted_job=job.job_id if job.restart_count else None,
-                    start_fresh=self._start_fresh,
-                )
-            ),
+            lambda: asdict(choose(self.root, self._request, job=job, start_fresh=self._start_fresh)),
         )
         return Choice(**told)
 
-    def _restore(
-        self, choice: Choice, weights_only: bool, skip_data: bool, passed: tuple[tuple[str, str], ...]
-    ) -> ResumeReport:
+    def _restore(self, choice: Choice, weights_only: bool, skip_data: bool) -> ResumeReport:
         options = replace(self._options, weights_only=weights_only, skip_data=skip_data)
         try:
             restored = restoring.restore_first_valid(
@@ -228,23 +247,19 @@ class ResumeManager:
             start_step=self.step,
             resumed_from=(manifest.attempt, manifest.step) if own else None,
             changes=restored.changes,
-            root_id=manifest.root_id,
+            # Of another root, the checkpoint has an id that this one must not share: its own will have the same numbers.
+            root_id=manifest.root_id if own else None,
         )
         self._saved_step = self.step if own and not restored.changes else None
         self._scheduler_position = _position_of(self._objects.scheduler)
-        for name, reason in passed + restored.passed:
-            self._say(f"passed over {name}: {reason}")
         for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
             self._say(line)
         self._say(
             f"resumed from {restored.path}: step {self.step}, {self._consumed()} samples consumed, in {restored.seconds:.1f} s"
         )
-        return ResumeReport(
+        return self._report(
             path=restored.path,
-            step=self.step,
-            consumed_train_samples=self._consumed(),
-            attempt=self._current().attempt,
-            passed=passed + restored.passed,
+            passed=choice.passed_since(manifest.step) + restored.passed,
             changes=restored.changes,
             notes=restored.notes,
             left_out=restored.left_out,
@@ -257,7 +272,7 @@ class ResumeManager:
         job = read_job()
 
         def claim() -> Any:
-            return claim_attempt(
+            attempt = claim_attempt(
                 self.root,
                 start_step=start_step,
                 resumed_from=resumed_from,
@@ -265,15 +280,18 @@ class ResumeManager:
                 job_id=job.job_id,
                 restart_count=job.restart_count,
                 root_id=root_id,
-            ).to_json()
+            )
+            remove_leftovers(self.root, attempt=attempt.attempt)
+            return attempt.to_json()
 
         self._attempt = Attempt.from_json(self._control.decide("claim an attempt", claim))
-        if self._place.rank == 0:
-            remove_leftovers(self.root, attempt=self._attempt.attempt)
 
     def _open_journal(self, report: ResumeReport, seconds: float) -> None:
-        if self._place.rank == 0:
+        def open_it() -> None:
             self._journal = Journal(self.root, self._current())
+
+        self._control.decide("read the step log", open_it)
+        if self._journal is not None:
             self._journal.event(
                 "resume" if report.path else "start",
                 step=report.step,
@@ -395,6 +413,7 @@ class ResumeManager:
                 self._take_word()
                 if self.step != self._saved_step and self.step > 0:
                     self.save()
+            self._control.close()
         finally:
             self._release()
 
@@ -491,7 +510,11 @@ class ResumeManager:
         )
         self._say(f"saved {report.path.name}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.2f} s")
         if self._keep_last is not None:
-            prune(self.root, keep_last=self._keep_last, attempt=self._current().attempt)
+            try:
+                prune(self.root, keep_last=self._keep_last, attempt=self._current().attempt)
+            except MegaresumeError as error:
+                # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.
+                logger.warning("no old checkpoint was removed: %s", error)
 
     def _release(self) -> None:
         self._closed = True

@@ -6,7 +6,6 @@ verifies; damage found there makes all ranks together take the next older checkp
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -37,6 +36,11 @@ from megaresume.store.shard import ShardHeader, ShardIdentity, check_identity, r
 from megaresume.topology import RunShape, Topology, compare, format_differences
 
 logger = logging.getLogger("megaresume.restoring")
+
+# What a run that takes weights alone goes on from.
+_FRESH = TrainerState(global_step=0, consumed_train_samples=0)
+_WAY_OUT = "Start the process again; to go on from an older checkpoint, name its step."
+_HALF_WAY = "live state was partly overwritten from {path}, and then: {reason}\n" + _WAY_OUT
 
 
 @dataclass(frozen=True)
@@ -96,28 +100,33 @@ def restore_first_valid(
     """
     started = time.monotonic()
     passed: list[tuple[str, str]] = []
-    touched = False
+    overwritten: str | None = None
+
+    def pass_over(path: Path, error: MegaresumeError) -> None:
+        passed.append((path.name, str(error)))
+        if place.rank == 0:
+            logger.warning("passing over %s: %s", path, error)
+
     for path in paths:
         try:
             prepared = _prepare(path, control, place, shape, objects, options)
-            touched = True
-            _read(prepared, control, options)
-        except CheckpointDamagedError as error:
-            if not fall_back and not touched:
+        except (CheckpointDamagedError, FormatError) as error:
+            if not fall_back:
                 raise
-            passed.append((path.name, str(error)))
-            logger.warning("passing over %s: %s", path, error)
+            pass_over(path, error)
+            continue
+        except MegaresumeError as error:
+            if overwritten is None:
+                raise
+            raise PoisonedError(_HALF_WAY.format(path=overwritten, reason=error)) from error
+        overwritten = path.name
+        try:
+            _overwrite(prepared, control, objects, options)
+        except CheckpointDamagedError as error:
+            pass_over(path, error)
             if not fall_back:
                 break
             continue
-        except MegaresumeError as error:
-            if touched and passed:
-                raise PoisonedError(
-                    f"live state was partly overwritten by {passed[-1][0]}, which is damaged, and then: {error}"
-                ) from error
-            raise
-        prepared.plan.complete()
-        control.together(f"install {path.name}", functools.partial(_install, prepared, objects, options))
         return Restored(
             path=path,
             manifest=prepared.manifest,
@@ -130,9 +139,9 @@ def restore_first_valid(
             seconds=time.monotonic() - started,
         )
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed)
-    if touched:
+    if overwritten is not None:
         raise PoisonedError(
-            f"no checkpoint could be read to its end, and live state is partly overwritten:{reasons}\nStart the process again."
+            f"no checkpoint could be read to its end, and live state is partly overwritten:{reasons}\n{_WAY_OUT}"
         )
     raise CheckpointNotFoundError(
         f"none of the checkpoints can be read:{reasons}\nNothing was changed, and nothing will be overwritten."
@@ -170,11 +179,7 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
     if options.verify == "first":
         verify_shard(shard, header)
     source = path / layout.TRAINER_STATE
-    state = trainer_state.loads(read_trainer_state(path, manifest), source=str(source))
-    if state.global_step != manifest.step:
-        raise CheckpointDamagedError(
-            f"{source} is of step {state.global_step}, the manifest beside it of step {manifest.step}"
-        )
+    state = _FRESH if options.weights_only else _read_state(path, manifest)
     keep_run = options.override_opt_param_scheduler
     try:
         plan = plan_restore(
@@ -200,6 +205,19 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
     return _Prepared(header, shard, plan, state, manifest, data_changes, (*plan.differences, *data_changes))
 
 
+def _read_state(path: Path, manifest: Manifest) -> TrainerState:
+    source = path / layout.TRAINER_STATE
+    try:
+        state = trainer_state.loads(read_trainer_state(path, manifest), source=str(source))
+    except (CheckpointDamagedError, FormatError) as error:
+        raise type(error)(f"{error} Its weights alone can be loaded without it: weights_only=True.") from error
+    if state.global_step != manifest.step:
+        raise CheckpointDamagedError(
+            f"{source} is of step {state.global_step}, the manifest beside it of step {manifest.step}"
+        )
+    return state
+
+
 def _check_data(state: TrainerState, objects: RunObjects, options: Options, source: Path) -> tuple[str, ...]:
     if missing := sorted(set(objects.data) - set(state.data)):
         raise StateMismatchError(
@@ -212,13 +230,22 @@ def _check_data(state: TrainerState, objects: RunObjects, options: Options, sour
     return tuple(changes)
 
 
-def _read(prepared: _Prepared, control: ControlPlane, options: Options) -> None:
-    sinks = {name: sink_into(tensor) for name, tensor in prepared.plan.destinations.items()}
-    verify = options.verify != "none"
-    control.together(
-        f"read {prepared.shard.parent.name}",
-        lambda: stream_tensors(prepared.shard, prepared.header, sinks, verify=verify),
-    )
+def _overwrite(prepared: _Prepared, control: ControlPlane, objects: RunObjects, options: Options) -> None:
+    """Phase 2. Raises CheckpointDamagedError for bytes that were not written so, PoisonedError for all else that fails."""
+    name = prepared.shard.parent.name
+    sinks = {tensor: sink_into(live) for tensor, live in prepared.plan.destinations.items()}
+
+    def read() -> None:
+        stream_tensors(prepared.shard, prepared.header, sinks, verify=options.verify != "none")
+
+    try:
+        control.together(f"read {name}", read)
+        prepared.plan.complete()
+        control.together(f"install {name}", lambda: _install(prepared, objects, options))
+    except CheckpointDamagedError:
+        raise
+    except Exception as error:
+        raise PoisonedError(_HALF_WAY.format(path=name, reason=error)) from error
 
 
 def _install(prepared: _Prepared, objects: RunObjects, options: Options) -> None:

@@ -1,17 +1,25 @@
-"""Signals that ask the run to stop. The handler only remembers; saving happens at a step boundary, on all ranks together."""
+"""Who may ask the run to stop: a signal to this rank, a stop file, the end of the job's time. Saving happens elsewhere, at a step
+boundary, on all ranks together.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megaresume.errors import ConfigurationError
 
 logger = logging.getLogger("megaresume.stop")
+
+_LOOK_EVERY_S = 1.0
+_MAX_REASON = 200
 
 
 class StopSignals:
@@ -25,6 +33,7 @@ class StopSignals:
                 f"stop_signals: {error.args[0]!r} is not the name of a signal such as SIGTERM"
             ) from None
         self._previous: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
         self.received: str | None = None
 
     def install(self) -> None:
@@ -44,4 +53,45 @@ class StopSignals:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         # Nothing else: Python code that logs or locks here can dead-lock with the code it interrupted.
-        self.received = signal.Signals(number).name
+        if os.getpid() == self._pid:
+            self.received = signal.Signals(number).name
+        else:
+            # A forked helper (a pool's worker) inherits this handler but has nothing to save: terminate() must end it.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+class StopSources:
+    """All that may ask this rank to stop, asked once per step. What was asked once stays asked."""
+
+    def __init__(
+        self, signals: StopSignals, files: Sequence[Path], *, walltime: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self._signals, self._files, self._walltime = signals, files, walltime
+        self._reason: str | None = None
+        self._next_look = 0.0
+
+    def wanted(self) -> str | None:
+        """Why this rank should stop, for people; None where nobody has asked. Files are looked for at most once a second."""
+        if self._reason is None:
+            self._reason = self._signals.received or self._look_for_files() or self._walltime()
+        return self._reason
+
+    def _look_for_files(self) -> str | None:
+        now = time.monotonic()
+        if not self._files or now < self._next_look:
+            return None
+        self._next_look = now + _LOOK_EVERY_S
+        for path in self._files:
+            if os.path.lexists(path):
+                return f"stop file {path}{_text_of(path)}"
+        return None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_REASON).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""  # that the file is there is what counts
+    return f" ({text})" if text else ""

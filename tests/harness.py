@@ -1,4 +1,4 @@
-"""A training loop through ResumeManager on the small models, and a digest of a rank's state: what tests of resuming share.
+"""A training loop through ResumeManager on the small models, and a digest of all state: what tests of resuming share.
 
     def test_it(ranks, tmp_path):
         config = SmallModel(tp=2)
@@ -38,7 +38,7 @@ from tests.ranks import Ranks
 from tests.small_models import Run, SmallModel, StepResult, build
 
 DATASET_SIZE = 100
-"""Samples per epoch: no multiple of a global batch, so that a run of a dozen steps crosses an epoch's end inside one."""
+"""Samples per epoch: no multiple of a global batch, so that a dozen steps cross an epoch's end inside one."""
 
 
 class Crash(Exception):

@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megaresume"
 # From top to bottom: a module may import from its own layer and from those below it, never from one above.
 LAYERS = (
     ("cli", "launch"),
-    ("manager", "saving", "restoring", "run_objects", "status", "stop", "job", "resume_request", "journal"),
+    ("manager", "one_call"),
+    ("saving", "restoring", "run_objects", "journal", "status", "stop", "job", "resume_request"),
     ("megatron", "progress"),
     ("state", "adapters", "reshard", "data", "audit"),
     ("store",),

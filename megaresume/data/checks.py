@@ -17,18 +17,16 @@ MAX_DATASET_SIZE = 2**48
 def as_count(name: str, value: Any, *, minimum: int = 1) -> int:
     """`value` as an int not below `minimum`.
 
-    Raises TypeError for anything that is not an integer (a bool or a float is none), ConfigurationError below `minimum`.
+    Raises TypeError for what is not an integer (a bool or a float is none), ConfigurationError below `minimum`.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    number = operator.index(value)
+    number = as_integer(name, value)
     if number < minimum:
         raise ConfigurationError(f"{name} must be at least {minimum}, got {number}")
     return number
 
 
-def divisors(number: int, *, limit: int = 12) -> list[int]:
-    """The divisors of `number` in rising order, at most `limit` of them, the largest kept."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    found = sorted({*small, *(number // d for d in small)})
-    return found if len(found) <= limit else [*found[: limit - 1], found[-1]]
+def as_integer(name: str, value: Any) -> int:
+    """`value` as an int of either sign; TypeError for what is not an integer (a bool or a float is none)."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    return operator.index(value)

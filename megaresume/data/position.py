@@ -32,8 +32,10 @@ class Position:
 class Stream:
     """The samples from `anchor` on: epochs of `epoch_length` samples, cut into global batches.
 
-    `anchor_epoch_length` is the length of the anchor's own epoch, which is still the former one after a changed setting.
-    `epochs` bounds the stream: epoch `epochs - 1` is the last.
+    `anchor_epoch_length` is the length of the anchor's own epoch: still the former one after a changed setting.
+    `epochs` bounds the stream, epoch `epochs - 1` is the last. With "drop" no batch may be larger than an epoch.
+
+    A position is *settled* when its next global batch begins there: not at an epoch's end, not on a dropped tail.
     """
 
     anchor: Position
@@ -48,26 +50,26 @@ class Stream:
         return self.anchor_epoch_length if epoch == self.anchor.epoch else self.epoch_length
 
     def finished(self, position: Position) -> bool:
-        """Whether nothing is left to serve at `position` (one that `settle` returned)."""
+        """Whether nothing is left to serve at a settled `position`."""
         return self.epochs is not None and position.epoch >= self.epochs
 
     def settle(self, position: Position) -> Position:
-        """`position` moved on to where its next global batch begins: over an epoch's end, or over a tail that is dropped."""
+        """`position` moved on to where its next global batch begins."""
         while not self.finished(position):
-            left = self.length_of(position.epoch) - position.offset
-            if left >= (self.schedule.at(position.consumed)[0] if self.tail == "drop" else 1):
+            needed = self.schedule.at(position.consumed)[0] if self.tail == "drop" else 1
+            if self.length_of(position.epoch) - position.offset >= needed:
                 break
             position = Position(position.consumed, position.epoch + 1, 0)
         return position
 
     def batch_size(self, position: Position) -> int:
-        """True samples of the global batch that begins at `position` (a settled one, not finished)."""
+        """True samples of the global batch that begins at a settled, not finished `position`."""
         size, _ = self.schedule.at(position.consumed)
         left = self.left(position)
         return size if left is None else min(size, left)
 
     def left(self, position: Position) -> int | None:
-        """Samples one iterator has left from `position` on: of the epoch, or of the whole stream for "carry" (None: endless)."""
+        """Samples one iterator has left: of the epoch, or of the whole stream for "carry" (None: endless)."""
         if self.tail != "carry":
             return self.length_of(position.epoch) - position.offset
         if self.epochs is None:
@@ -87,8 +89,8 @@ class Stream:
         """
         if consumed < self.anchor.consumed:
             raise ConfigurationError(
-                f"consumed_samples {consumed} lies before {self.anchor.consumed}, where the present data settings began; "
-                "load the state of a checkpoint from before that point instead"
+                f"consumed_samples {consumed} lies before {self.anchor.consumed}, where the present data settings took "
+                "over; load the state of a checkpoint from before that point instead"
             )
         if self.tail == "drop":
             return self._seek_dropping(consumed)
@@ -96,18 +98,20 @@ class Stream:
         position = self.settle(Position(consumed, epoch, offset))
         if self._past_end(position):
             raise self._beyond(consumed)
-        return position, True  # the order of samples is one stream: where batches begin in it does not matter
+        return position, True  # no sample is left out: where batches begin does not change what follows
 
     def runs(self, position: Position) -> Iterator[tuple[int, int]]:
-        """(true size, number) of the equal global batches that one iterator from `position` on yields, in order.
+        """(true size, number) of equal global batches, in the order one iterator from `position` on yields them.
 
         Raises TypeError for an endless stream.
         """
+        if self.finished(position):
+            return
         left = self.left(position)
         if left is None:
             raise TypeError('an endless stream has no len(): epoch_tail="carry" without epochs=')
         consumed = position.consumed
-        while left and not self.finished(position):
+        while left:
             size, end = self.schedule.at(consumed)
             number = left // size
             if end is not None:
@@ -122,19 +126,16 @@ class Stream:
 
     def locate(self, epoch: int, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, offsets within them) of samples given by `offsets` from the start of `epoch`, past its end too."""
-        first = self.length_of(epoch)
-        beyond = offsets - first
+        beyond = offsets - self.length_of(epoch)
         over = beyond >= 0
-        return (
-            np.where(over, epoch + 1 + beyond // self.epoch_length, epoch),
-            np.where(over, beyond % self.epoch_length, offsets),
-        )
+        epochs = np.where(over, epoch + 1 + beyond // self.epoch_length, epoch)
+        return epochs, np.where(over, beyond % self.epoch_length, offsets)
 
     def _roll(self, epoch: int, offset: int) -> tuple[int, int]:
-        first = self.length_of(epoch)
-        if offset < first:
+        beyond = offset - self.length_of(epoch)
+        if beyond < 0:
             return epoch, offset
-        return epoch + 1 + (offset - first) // self.epoch_length, (offset - first) % self.epoch_length
+        return epoch + 1 + beyond // self.epoch_length, beyond % self.epoch_length
 
     def _seek_dropping(self, consumed: int) -> tuple[Position, bool]:
         position = self.settle(self.anchor)
@@ -153,14 +154,13 @@ class Stream:
         return position, True
 
     def _skip_batches(self, position: Position, size: int, batches: int) -> Position:
-        # Not settled in between on purpose: whether a tail is dropped depends on the size of the batch that comes next,
-        # which may be of another stage.
+        # Not settled on purpose: whether a tail is dropped depends on the size of the batch that comes next, which may
+        # be of another stage.
         consumed = position.consumed + size * batches
         here = (self.length_of(position.epoch) - position.offset) // size
         if batches <= here:
             return Position(consumed, position.epoch, position.offset + size * batches)
-        per_epoch = self.epoch_length // size
-        epochs, last = divmod(batches - here - 1, per_epoch)
+        epochs, last = divmod(batches - here - 1, self.epoch_length // size)
         return Position(consumed, position.epoch + 1 + epochs, (last + 1) * size)
 
     def _past_end(self, position: Position) -> bool:
@@ -168,6 +168,6 @@ class Stream:
 
     def _beyond(self, consumed: int) -> ConfigurationError:
         return ConfigurationError(
-            f"consumed_samples {consumed} lies beyond the end of the stream: {self.epochs} epochs of {self.epoch_length} "
-            f"samples (epoch_tail={self.tail!r}); raise epochs= to train longer"
+            f"consumed_samples {consumed} lies beyond the end of the stream: {self.epochs} epochs of "
+            f"{self.epoch_length} samples (epoch_tail={self.tail!r}); raise epochs= to train longer"
         )

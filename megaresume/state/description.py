@@ -1,7 +1,7 @@
 """The vocabulary in which live training objects are described to everything that captures or restores them.
 
-`megaresume.megatron` turns megatron-core objects into these; nothing here imports it. A description points at live tensors: it is
-made anew for each capture or restore and never kept.
+`megaresume.megatron` turns megatron-core objects into these; nothing here imports it. A description points at live
+tensors: it is made anew for each capture or restore and never kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 class Chunk:
     """One box of a local parameter and where it lies in the global one.
 
-    `offset` and `strides` (elements) address it inside the local parameter's contiguous memory; `shape` and `global_offset` have one
-    number per dimension of the global shape. A SwiGLU weight has two chunks: its gate and its up half lie apart globally.
+    `offset` and `strides` (elements) address it inside the local parameter's contiguous memory; `shape` and
+    `global_offset` have one number per dimension of the global shape. A SwiGLU weight has two chunks: its gate and its
+    up half lie apart globally.
     """
 
     offset: int
@@ -31,8 +32,8 @@ class Chunk:
 class Parameter:
     """A local (tensor/expert parallel part of a) parameter, known by its global name.
 
-    `replica` names the process group over which this tensor is the same on every rank ("dense": data x context parallel;
-    "expert": expert data parallel).
+    `replica` names the process group over which this tensor is the same on every rank ("dense": data x context
+    parallel; "expert": expert data parallel).
     """
 
     name: str
@@ -82,10 +83,10 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class OptimizerMember:
-    """What one optimizer holds for one parameter on this rank: elements `[start, end)` of the flattened local parameter.
+    """What one optimizer holds for one parameter here: elements `[start, end)` of the flattened local parameter.
 
-    `key` is the tensor under which the inner optimizer keeps its state; `master` is the higher-precision copy of that range, None
-    where the optimizer updates the model's own memory.
+    `key` is the tensor under which the inner optimizer keeps its state; `master` is the higher-precision copy of that
+    range, None where the optimizer updates the model's own memory.
     """
 
     parameter: str
@@ -97,7 +98,7 @@ class OptimizerMember:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """A parameter group: the live option dictionary of the inner optimizer (`params` excluded by readers) and its members."""
+    """A parameter group: the inner optimizer's live dictionary (readers leave out its `params`) and its members."""
 
     options: MutableMapping[str, Any]
     members: tuple[OptimizerMember, ...]
@@ -107,8 +108,9 @@ class OptimizerGroup:
 class Optimizer:
     """One inner (torch, Apex or TE) optimizer.
 
-    `state_maps` are the live dictionaries keyed by `member.key`, by the prefix their slots get in the file: "" is `optimizer.state`,
-    "scale." holds the scales of low-precision moments. `scaler` is the loss scaler that goes with it, if any.
+    `state_maps` are the live dictionaries keyed by `member.key`, by the prefix their slots get in the file: "" is
+    `optimizer.state`, "scale." holds the scales of low-precision moments. `scaler` is the loss scaler that goes with
+    it, if any.
     """
 
     kind: str

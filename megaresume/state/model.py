@@ -1,7 +1,7 @@
-"""Model weights: which part of them a rank writes, where a stored part goes, and how replicas complete each other after a load.
+"""Model weights: which part of them a rank writes, where a stored part goes, how replicas complete each other.
 
-All ranks of a replica group hold the same weights, so each writes one share of the bytes and a load reads each byte once; the rest
-travels through memory. Knows descriptions and ranges, no files.
+All ranks of a replica group hold the same weights, so each writes one share of the bytes and a load reads each byte
+once; the rest travels through memory. Knows descriptions and ranges, no files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaresume.errors import StateMismatchError
 from megaresume.state.description import Live, Parameter, ReplicaGroup
 from megaresume.state.tensors import byte_view
 
@@ -33,9 +32,10 @@ class Piece:
 def split_over_replicas(sizes: Mapping[str, tuple[int, int]], ranks: int) -> list[list[Piece]]:
     """Cut the parameters, laid end to end in order of their names, into `ranks` runs of nearly equal bytes.
 
-    `sizes` maps a name to (elements, bytes per element). Element `[i]` of the result is what rank i writes. Every element is in exactly
-    one piece; a rank gets one run, so it has at most two cut parameters however large the group is. A pure function of its arguments:
-    all ranks of the group compute the same split without talking.
+    `sizes` maps a name to (elements, bytes per element). Element `[i]` of the result is what rank i writes. Every
+    element is in exactly one piece, and a rank has at most one piece of a parameter; a rank gets one run, so at most
+    two of its parameters are cut however large the group is. A pure function of its arguments: all ranks of the group
+    compute the same split without talking.
     """
     total = sum(elements * width for elements, width in sizes.values())
     runs: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -48,7 +48,8 @@ def split_over_replicas(sizes: Mapping[str, tuple[int, int]], ranks: int) -> lis
         while position < elements:
             rank = min((begin + position * width) * ranks // total, ranks - 1)
             run_end = -(-(rank + 1) * total // ranks)
-            stop = min(elements, max(position + 1, (run_end - begin) // width)) if rank < ranks - 1 else elements
+            # An element belongs to the rank in whose run its first byte lies.
+            stop = min(elements, -(-(run_end - begin) // width))
             runs[rank].append(Piece(name, position, stop))
             position = stop
         begin += elements * width
@@ -78,7 +79,7 @@ def slice_of(parameter: Parameter, start: int, end: int) -> torch.Tensor:
 
 
 def model_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
-    """Every way in which the stored parameters are not this model's; empty where they are. Names, shapes, places and dtypes are compared."""
+    """Every way (name, shape, place, dtype) in which the stored parameters are not this model's; empty where none."""
     saved: Mapping[str, Any] = index["parameters"]
     problems = [
         f"parameter {name} is in the checkpoint, not in this model"
@@ -138,13 +139,22 @@ def _copy_window(views: list[torch.Tensor], begin: int, window: torch.Tensor, *,
         offset += view.numel()
 
 
-def check_pieces(index: Mapping[str, Any], live: Live) -> None:
-    """Raise StateMismatchError unless the file holds exactly the model pieces that this rank is to load."""
-    stored = {(entry["parameter"], *entry["range"]) for entry in index["tensors"].values() if entry["slot"] == "weight"}
-    wanted = {(piece.parameter, piece.start, piece.end) for piece in own_pieces(live)}
-    if stored != wanted:
-        first = sorted(stored ^ wanted)[0]
-        raise StateMismatchError(
-            f"the file holds other pieces of the model than this rank stores, first difference: elements {first[1]} to {first[2]} "
-            f"of {first[0]}; the checkpoint was written with another split over replicas"
-        )
+def piece_name(piece: Piece) -> str:
+    """The name in the file; a rank stores at most one piece of a parameter."""
+    return f"model/{piece.parameter}"
+
+
+def piece_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
+    """Why the file does not hold exactly the model pieces that this rank is to load; empty where it does."""
+    stored = {name: entry for name, entry in index["tensors"].items() if name.startswith("model/")}
+    wanted = {piece_name(piece): [piece.start, piece.end] for piece in own_pieces(live)}
+    return [
+        f"{name}: the file holds elements {_range(stored.get(name, {}).get('range'))}, this rank loads "
+        f"{_range(wanted.get(name))}; the checkpoint was written with another split over replicas"
+        for name in sorted(stored.keys() | wanted.keys())
+        if stored.get(name, {}).get("range") != wanted.get(name)
+    ]
+
+
+def _range(at: list[int] | None) -> str:
+    return "none" if at is None else f"{at[0]} to {at[1]}"

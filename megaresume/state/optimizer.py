@@ -1,25 +1,27 @@
 """Optimizer state: masters, moments, steps and options, kept under parameter names whatever the optimizer's layout is.
 
-Nothing is known of Adam here. A state value is a tensor, which keeps dtype, shape and place, or a number, which stays one; `step` may
-stand per parameter or per group; a parameter without state has none afterwards either. Values are read raw, never unscaled.
+Nothing is known of Adam here. A state value is a tensor, which keeps dtype, shape and place, or plain data, which stays
+what it is; `step` may stand per parameter or per group; a parameter without state has none afterwards either. Values
+are read raw, never unscaled. Whether stored state fits this run is asked in `optimizer_match`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megaresume.errors import FormatError
-from megaresume.state.description import Live, Optimizer, OptimizerMember
-from megaresume.state.tensors import dtype_code, dtype_of
-from megaresume.state.tree import from_json, to_json
+from megaresume.errors import FormatError, UnsupportedError
+from megaresume.state.description import Live, Optimizer, OptimizerGroup, OptimizerMember
+from megaresume.state.loss_scaler import capture_scaler, decode_scaler
+from megaresume.state.tensors import HOST, empty_for, same_form
+from megaresume.state.tree import from_json, tensor_names, to_json
 
-# Options that a schedule or a person moves during a run: they may differ between checkpoint and run. All others decide what the
-# stored moments mean, and must be equal.
-SCHEDULED_OPTIONS = frozenset(
+# Options that a schedule or a person moves during a run: they may differ between checkpoint and run. All others decide
+# what the stored moments mean, and must be equal.
+_SCHEDULED = frozenset(
     {
         "lr",
         "initial_lr",
@@ -30,122 +32,154 @@ SCHEDULED_OPTIONS = frozenset(
         "wd_mult",
         "start_wd",
         "end_wd",
-        "momentum_schedule",
     }
 )
 # Options that are state: Apex's and TE's FusedAdam count steps per group.
-_COUNTED_OPTIONS = frozenset({"step"})
+COUNTED = frozenset({"step"})
+
+
+def scheduled(options: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those options of a group that a schedule moves."""
+    # torch's OneCycleLR and CyclicLR move the momentum too, and leave these marks where they do.
+    return _SCHEDULED | {"momentum", "betas"} if "max_momentum" in options else _SCHEDULED
 
 
 @dataclass
 class OptimizerCapture:
-    """What one rank stores of its optimizers: tensors by file name, their index entries, and the `optimizers` part of the index."""
+    """What one rank stores of its optimizers: tensors and index entries by file name, and `index["optimizers"]`."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     index: list[dict[str, Any]] = field(default_factory=list)
 
+    def add(self, name: str, tensor: torch.Tensor, slot: str, member: OptimizerMember | None, *, ranged: bool) -> None:
+        """Take a tensor in; with `ranged` it has one element for each of the member's elements."""
+        if name in self.tensors:
+            raise UnsupportedError(f"two tensors of the optimizer would both be stored as {name}: rename one's slot")
+        self.tensors[name] = tensor
+        self.entries[name] = {
+            "parameter": None if member is None else member.parameter,
+            "slot": slot,
+            "range": [member.start, member.end] if member is not None and ranged else None,
+            "kind": "stored",
+        }
+
 
 def capture_optimizers(live: Live) -> OptimizerCapture:
-    """Describe and collect the state of every optimizer of this rank (no copy, no collective)."""
+    """Describe and collect the state of every optimizer of this rank (no copy, no collective).
+
+    Raises UnsupportedError naming state that cannot be told by parameter and slot.
+    """
     capture = OptimizerCapture()
     for number, optimizer in enumerate(live.optimizers):
-        prefix = f"optim/{number}"
-        groups = []
-        for group_number, group in enumerate(optimizer.groups):
-            options_tensors: dict[str, torch.Tensor] = {}
-            options = {key: value for key, value in group.options.items() if key != "params"}
-            encoded = to_json(options, f"{prefix}/group{group_number}", options_tensors)
-            for name, tensor in options_tensors.items():
-                capture.tensors[name] = tensor
-                capture.entries[name] = {"parameter": None, "slot": "option", "range": None, "kind": "stored"}
-            members = []
-            for member in group.members:
-                _capture_member(capture, optimizer, member, prefix)
-                members.append(
-                    {
-                        "parameter": member.parameter,
-                        "range": [member.start, member.end],
-                        "state": _capture_state(capture, optimizer, member, prefix),
-                    }
-                )
-            groups.append({"options": encoded, "members": members})
-        capture.index.append({"kind": optimizer.kind, "groups": groups, "scaler": _scaler_state(optimizer.scaler)})
+        _refuse_homeless_state(optimizer, number)
+        groups = [_capture_group(capture, optimizer, number, each) for each in range(len(optimizer.groups))]
+        capture.index.append({"kind": optimizer.kind, "groups": groups, "scaler": capture_scaler(optimizer.scaler)})
     return capture
 
 
-def _capture_member(capture: OptimizerCapture, optimizer: Optimizer, member: OptimizerMember, prefix: str) -> None:
-    if member.master is not None:
-        name = f"{prefix}/master/{member.parameter}"
-        capture.tensors[name] = member.master
-        capture.entries[name] = _entry(member, "master", ranged=True)
-
-
-def _capture_state(
-    capture: OptimizerCapture, optimizer: Optimizer, member: OptimizerMember, prefix: str
-) -> dict[str, dict[str, Any]]:
-    """Per state map, slot -> where its value is: {"tensor": name, "place": ...} or {"value": JSON}. A map without an entry is left out."""
-    stored: dict[str, dict[str, Any]] = {}
-    for map_prefix, state_map in optimizer.state_maps.items():
-        if member.key not in state_map:
-            continue
-        slots: dict[str, Any] = {}
-        for slot, value in state_map[member.key].items():
-            name = f"{prefix}/{map_prefix}{slot}/{member.parameter}"
-            if isinstance(value, torch.Tensor):
-                capture.tensors[name] = value
-                capture.entries[name] = _entry(
-                    member, f"{map_prefix}{slot}", ranged=value.numel() == member.end - member.start
+def _refuse_homeless_state(optimizer: Optimizer, number: int) -> None:
+    homes = {id(member.key) for group in optimizer.groups for member in group.members}
+    for state_map in optimizer.state_maps.values():
+        for key in state_map:
+            if id(key) not in homes:
+                what = f"a tensor of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+                raise UnsupportedError(
+                    f"optimizer {number} ({optimizer.kind}) keeps state under {what}, which is no parameter of its "
+                    "groups: state is stored by parameter name, so this would be lost"
                 )
-                slots[slot] = {"tensor": name, "place": _place(value)}
-            else:
-                nested: dict[str, torch.Tensor] = {}
-                slots[slot] = {"value": to_json(value, name, nested)}
-                for nested_name, tensor in nested.items():
-                    capture.tensors[nested_name] = tensor
-                    capture.entries[nested_name] = _entry(member, f"{map_prefix}{slot}", ranged=False)
-        stored[map_prefix] = slots
+
+
+def _capture_group(capture: OptimizerCapture, optimizer: Optimizer, number: int, group_number: int) -> dict[str, Any]:
+    group = optimizer.groups[group_number]
+    options, tensors = encode_options(group, number, group_number)
+    members = []
+    for member in group.members:
+        if member.master is not None:
+            capture.add(master_name(number, member.parameter), member.master, "master", member, ranged=True)
+        state = {
+            map_prefix: {
+                slot: _capture_value(capture, value, f"optim/{number}", f"{map_prefix}{slot}", member)
+                for slot, value in state_map[member.key].items()
+            }
+            for map_prefix, state_map in optimizer.state_maps.items()
+            if member.key in state_map
+        }
+        members.append({"parameter": member.parameter, "range": [member.start, member.end], "state": state})
+    stored: dict[str, Any] = {"options": options, "members": members}
+    if tensors:
+        stored["places"] = {name: _place(tensor, _device(group)) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            capture.add(name, tensor, "option", None, ranged=False)
     return stored
 
 
-def _entry(member: OptimizerMember, slot: str, *, ranged: bool) -> dict[str, Any]:
-    return {
-        "parameter": member.parameter,
-        "slot": slot,
-        "range": [member.start, member.end] if ranged else None,
-        "kind": "stored",
-    }
-
-
-def _place(value: torch.Tensor) -> str:
-    # torch keeps an uncaptured `step` on the host whatever the parameter's device; on a host-only run the two look alike, and a
-    # zero-dimensional tensor is what the difference is made for.
-    return "host" if value.device.type == "cpu" and value.ndim == 0 else "parameter"
-
-
-def _scaler_state(scaler: Any | None) -> Any:
-    if scaler is None:
-        return None
+def encode_options(
+    group: OptimizerGroup, number: int, group_number: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A group's options as JSON, and the tensors among them by file name."""
     tensors: dict[str, torch.Tensor] = {}
-    return {
-        key: {"tensor": value.flatten().tolist(), "dtype": dtype_code(value.dtype, f"loss scaler {key}")}
-        if isinstance(value, torch.Tensor)
-        else {"value": to_json(value, f"scaler/{key}", tensors)}
-        for key, value in scaler.state_dict().items()
+    prefix = f"optim/{number}/group{group_number}"
+    options = {
+        key: to_json(value, f"{prefix}/{key}", tensors) for key, value in group.options.items() if key != "params"
     }
+    return options, tensors
+
+
+def master_name(number: int, parameter: str) -> str:
+    """The name in the file of a parameter's higher-precision copy in optimizer `number`."""
+    return f"optim/{number}/master/{parameter}"
+
+
+def _capture_value(
+    capture: OptimizerCapture, value: Any, prefix: str, slot: str, member: OptimizerMember
+) -> dict[str, Any]:
+    """Where a state value is: {"tensor": name, "place": ...}, or {"value": JSON} with "places" of the tensors in it."""
+    name = f"{prefix}/{slot}/{member.parameter}"
+    device = member.key.device
+    if isinstance(value, torch.Tensor):
+        # A one-element parameter's `step` has as many elements as the parameter; it is a number all the same.
+        whole = value.ndim > 0 or value.shape == member.key.shape
+        capture.add(name, value, slot, member, ranged=whole and value.numel() == member.end - member.start)
+        return {"tensor": name, "place": _place(value, device)}
+    inside: dict[str, torch.Tensor] = {}
+    stored = {"value": to_json(value, name, inside)}
+    for inner_name, tensor in inside.items():
+        capture.add(inner_name, tensor, slot, member, ranged=False)
+    return {**stored, "places": {each: _place(tensor, device) for each, tensor in inside.items()}} if inside else stored
+
+
+def _place(value: torch.Tensor, device: torch.device) -> str:
+    # torch keeps an uncaptured `step` on the host whatever the parameter's device. On a host-only run the two look
+    # alike, and a zero-dimensional tensor is what the difference is made for.
+    on_host = value.device.type == "cpu" and (device.type != "cpu" or value.ndim == 0)
+    return "host" if on_host else "parameter"
+
+
+def _device(group: OptimizerGroup) -> torch.device:
+    return group.members[0].key.device if group.members else HOST
 
 
 @dataclass
 class OptimizerPlan:
-    """Where stored optimizer tensors go. Made without touching anything; `install()` puts the parts that are not read in place."""
+    """Where stored optimizer tensors go. Made without touching anything; `install()` puts in place what is not read."""
 
     destinations: dict[str, torch.Tensor] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
+    """Tensors of options that stay the run's."""
     _states: list[tuple[MutableMapping[Any, dict[str, Any]], torch.Tensor, dict[str, Any] | None]] = field(
         default_factory=list
     )
     _options: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = field(default_factory=list)
     _scalers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+
+    def claim(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` the destination of the file's tensor `name`, which nothing else may refer to."""
+        if name in self.destinations:
+            raise FormatError(f"the index refers to tensor {name!r} twice")
+        self.destinations[name] = tensor
+        return tensor
 
     def install(self) -> None:
         """Put states, options and loss scalers in place once all `destinations` are filled."""
@@ -153,175 +187,125 @@ class OptimizerPlan:
             if slots is None:
                 state_map.pop(key, None)
             else:
-                state_map[key] = {
-                    slot: from_json(where["value"], self.destinations)
-                    if "value" in where
-                    else self.destinations[where["tensor"]]
-                    for slot, where in slots.items()
-                }
+                state_map[key] = slots
         for live_options, stored in self._options:
-            for name in _COUNTED_OPTIONS - set(stored):
+            for name in COUNTED - stored.keys():
                 live_options.pop(name, None)
-            for name, value in from_json(stored, self.destinations).items():
-                live_options[name] = value
+            live_options.update(stored)
         for scaler, state in self._scalers:
-            scaler.load_state_dict(_decode_scaler(state))
-
-
-def optimizer_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
-    """Every way in which the stored optimizer is not this one (class, groups, members, options that give moments their meaning)."""
-    saved = index["optimizers"]
-    if len(saved) != len(live.optimizers):
-        return [f"the checkpoint holds {len(saved)} optimizers on this rank, this run has {len(live.optimizers)}"]
-    problems: list[str] = []
-    for number, (stored, optimizer) in enumerate(zip(saved, live.optimizers, strict=True)):
-        where = f"optimizer {number}"
-        if stored["kind"] != optimizer.kind:
-            problems.append(f"{where} is a {stored['kind']} in the checkpoint, a {optimizer.kind} in this run")
-            continue
-        if (stored["scaler"] is None) != (optimizer.scaler is None):
-            has, lacks = ("the checkpoint", "this run") if optimizer.scaler is None else ("this run", "the checkpoint")
-            problems.append(f"{where}: {has} has a loss scaler, {lacks} has none (--fp16 differs?)")
-        problems += _group_mismatches(where, stored["groups"], optimizer)
-    return problems
-
-
-def _group_mismatches(where: str, saved_groups: list[dict[str, Any]], optimizer: Optimizer) -> list[str]:
-    saved_home = {m["parameter"]: i for i, group in enumerate(saved_groups) for m in group["members"]}
-    live_home = {m.parameter: i for i, group in enumerate(optimizer.groups) for m in group.members}
-    problems = [
-        f"{where}: {name} is trained in the checkpoint, not in this run"
-        for name in sorted(set(saved_home) - set(live_home))
-    ]
-    problems += [
-        f"{where}: {name} is trained in this run, not in the checkpoint"
-        for name in sorted(set(live_home) - set(saved_home))
-    ]
-    if len(saved_groups) != len(optimizer.groups):
-        problems.append(
-            f"{where} has {len(saved_groups)} parameter groups in the checkpoint, {len(optimizer.groups)} in this run"
-        )
-    problems += [
-        f"{where}: {name} moved from parameter group {saved_home[name]} to {live_home[name]}"
-        for name in sorted(set(saved_home) & set(live_home))
-        if saved_home[name] != live_home[name]
-    ]
-    if problems:
-        return problems
-    for number, (stored, group) in enumerate(zip(saved_groups, optimizer.groups, strict=True)):
-        ranges = {m["parameter"]: tuple(m["range"]) for m in stored["members"]}
-        problems += [
-            f"{where}: this rank holds elements {m.start} to {m.end} of {m.parameter}, the file {ranges[m.parameter]}"
-            for m in group.members
-            if ranges[m.parameter] != (m.start, m.end)
-        ]
-        options: dict[str, torch.Tensor] = {}
-        current = to_json({k: v for k, v in group.options.items() if k != "params"}, f"group{number}", options)
-        for key in sorted((set(stored["options"]) | set(current)) - SCHEDULED_OPTIONS - _COUNTED_OPTIONS):
-            before, now = stored["options"].get(key, "absent"), current.get(key, "absent")
-            if before != now:
-                problems.append(
-                    f"{where}, parameter group {number}: option {key} is {before} in the checkpoint, {now} in this run"
-                )
-    return problems
+            scaler.load_state_dict(state)
 
 
 def plan_optimizers(
     index: Mapping[str, Any], spans: Mapping[str, Any], live: Live, *, keep_run_options: bool
 ) -> OptimizerPlan:
-    """Find a destination for every stored optimizer tensor; nothing live is touched. Call after `optimizer_mismatches` was empty.
+    """Find a destination for every stored optimizer tensor; nothing live is touched.
 
-    `spans[name]` has `.dtype` (safetensors code) and `.shape`. With `keep_run_options` the run's learning rates and weight decays stay;
-    otherwise the checkpoint's win and each difference is listed in the plan.
+    Call it after `optimizer_mismatches` was empty. `spans[name]` has `.dtype` (safetensors code) and `.shape`. With
+    `keep_run_options` the run's learning rates and weight decays stay; otherwise the checkpoint's win. Each difference
+    is listed in the plan. Raises FormatError for an index that refers to what the file does not hold, or twice to it.
     """
     plan = OptimizerPlan()
-    for stored, optimizer in zip(index["optimizers"], live.optimizers, strict=True):
-        for number, (stored_group, group) in enumerate(zip(stored["groups"], optimizer.groups, strict=True)):
-            members = {m.parameter: m for m in group.members}
+    for number, (stored, optimizer) in enumerate(zip(index["optimizers"], live.optimizers, strict=True)):
+        for group_number, (stored_group, group) in enumerate(zip(stored["groups"], optimizer.groups, strict=True)):
+            members = {member.parameter: member for member in group.members}
             for stored_member in stored_group["members"]:
-                _plan_member(plan, stored_member, members[stored_member["parameter"]], optimizer, spans)
-            _plan_options(plan, stored_group["options"], group.options, number, spans, keep_run_options)
+                member = members[stored_member["parameter"]]
+                if member.master is not None:
+                    plan.claim(master_name(number, member.parameter), member.master)
+                _plan_member(plan, stored_member["state"], member, optimizer, spans)
+            _plan_options(plan, stored_group, group, (number, group_number), spans, keep_run_options)
         if optimizer.scaler is not None:
-            plan._scalers.append((optimizer.scaler, stored["scaler"]))
-    for name, entry in index["tensors"].items():
-        if entry["slot"] == "master":
-            plan.destinations[name] = _masters(live, int(name.split("/")[1]))[entry["parameter"]]
+            plan._scalers.append((optimizer.scaler, decode_scaler(stored["scaler"])))
     return plan
-
-
-def _masters(live: Live, number: int) -> dict[str, torch.Tensor]:
-    return {
-        member.parameter: member.master
-        for group in live.optimizers[number].groups
-        for member in group.members
-        if member.master is not None
-    }
 
 
 def _plan_member(
     plan: OptimizerPlan,
-    stored: Mapping[str, Any],
+    stored: Mapping[str, Mapping[str, Any]],
     member: OptimizerMember,
     optimizer: Optimizer,
     spans: Mapping[str, Any],
 ) -> None:
     for map_prefix, state_map in optimizer.state_maps.items():
-        slots = stored["state"].get(map_prefix)
-        plan._states.append((state_map, member.key, slots))
-        current = state_map[member.key] if member.key in state_map else {}
-        for slot, where in (slots or {}).items():
-            if "tensor" not in where:
-                continue
-            name = where["tensor"]
-            live_value = current.get(slot)
-            span = spans[name]
-            dtype, shape = dtype_of(span.dtype, name), tuple(span.shape)
-            device = torch.device("cpu") if where["place"] == "host" else member.key.device
-            if isinstance(live_value, torch.Tensor) and _same_kind(live_value, dtype, shape, device):
-                plan.destinations[name] = live_value
-            else:
-                plan.destinations[name] = torch.empty(shape, dtype=dtype, device=device)
-    unknown = set(stored["state"]) - set(optimizer.state_maps)
-    if unknown:
-        raise FormatError(f"the checkpoint holds optimizer state {sorted(unknown)} that this optimizer has no room for")
+        slots = stored.get(map_prefix)
+        current = state_map.get(member.key, {})
+        planned = (
+            None
+            if slots is None
+            else {
+                slot: _plan_value(plan, where, current.get(slot), member.key.device, spans)
+                for slot, where in slots.items()
+            }
+        )
+        plan._states.append((state_map, member.key, planned))
 
 
-def _same_kind(value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
-    same_form = value.dtype == dtype and tuple(value.shape) == shape
-    return same_form and value.device == device and value.is_contiguous()
+def _plan_value(
+    plan: OptimizerPlan, where: Mapping[str, Any], current: Any, device: torch.device, spans: Mapping[str, Any]
+) -> Any:
+    """The value that will stand in the slot: its tensors are destinations, which are filled before it is installed."""
+    if "tensor" in where:
+        name = where["tensor"]
+        wanted = _device_of(where["place"], device)
+        reuse = isinstance(current, torch.Tensor) and same_form(current, name, spans) and current.device == wanted
+        return plan.claim(name, current if reuse and current.is_contiguous() else empty_for(name, spans, wanted))
+    return _plan_tree(plan, where["value"], where.get("places", {}), {}, device, spans)
+
+
+def _plan_tree(
+    plan: OptimizerPlan,
+    node: Any,
+    places: Mapping[str, str],
+    current: Mapping[str, torch.Tensor],
+    device: torch.device,
+    spans: Mapping[str, Any],
+) -> Any:
+    for name in tensor_names(node):
+        if name in current and same_form(current[name], name, spans) and current[name].is_contiguous():
+            plan.claim(name, current[name])
+        else:
+            plan.claim(name, empty_for(name, spans, _device_of(places.get(name, "host"), device)))
+    return from_json(node, plan.destinations)
+
+
+def _device_of(place: str, device: torch.device) -> torch.device:
+    return HOST if place == "host" else device
 
 
 def _plan_options(
     plan: OptimizerPlan,
-    stored: Mapping[str, Any],
-    live_options: MutableMapping[str, Any],
-    number: int,
+    stored_group: Mapping[str, Any],
+    group: OptimizerGroup,
+    where: tuple[int, int],
     spans: Mapping[str, Any],
     keep_run_options: bool,
 ) -> None:
-    ignored: dict[str, torch.Tensor] = {}
+    stored = stored_group["options"]
+    current, tensors = encode_options(group, *where)
+    movable = scheduled(stored)
     taken = {}
     for key, value in stored.items():
-        if key in SCHEDULED_OPTIONS and key in live_options:
-            now = to_json(live_options[key], f"group{number}/{key}", ignored)
-            if now != value:
-                side = "the run's is kept" if keep_run_options else "the checkpoint's is taken"
-                plan.differences.append(
-                    f"parameter group {number}: {key} is {value} in the checkpoint, {now} in this run: {side}"
-                )
-            if keep_run_options:
-                continue
-        taken[key] = value
-        if isinstance(value, dict) and value.get("~") == "tensor":
-            span = spans[value["v"]]
-            plan.destinations[value["v"]] = torch.empty(tuple(span.shape), dtype=dtype_of(span.dtype, value["v"]))
-    plan._options.append((live_options, taken))
+        kept = keep_run_options and key in movable
+        if key not in COUNTED:
+            plan.differences += _option_difference(
+                f"parameter group {where[1]}: {key}", key, stored, current, kept=kept
+            )
+        if kept:
+            plan.left_out.update(tensor_names(value))
+        else:
+            places = stored_group.get("places", {})
+            taken[key] = _plan_tree(plan, value, places, tensors, _device(group), spans)
+    plan._options.append((group.options, taken))
 
 
-def _decode_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: torch.tensor(where["tensor"], dtype=dtype_of(where["dtype"], f"loss scaler {key}"))
-        if "tensor" in where
-        else from_json(where["value"], {})
-        for key, where in state.items()
-    }
+def _option_difference(
+    what: str, key: str, stored: Mapping[str, Any], current: Mapping[str, Any], *, kept: bool
+) -> Iterator[str]:
+    side = "the run's is kept" if kept else "the checkpoint's is taken"
+    if key not in current:
+        yield f"{what} is {stored[key]} in the checkpoint, not set in this run: {side}"
+    elif any(tensor_names(stored[key])):
+        yield f"{what} is held in a tensor: {side}"
+    elif stored[key] != current[key]:
+        yield f"{what} is {stored[key]} in the checkpoint, {current[key]} in this run: {side}"

@@ -1,28 +1,39 @@
 """One rank's whole state: collected into the tensors and the index of its shard file, and put back from them.
 
-Restoring has two phases. `plan_restore` compares the file's index with the live objects and finds a destination for every stored byte;
-it touches nothing and raises on any difference. Then the caller fills the destinations, `complete` shares what replicas read for each other, and `install` puts the rest in place. Knows
-descriptions and the logical index (docs/on-disk-format.md), no files.
+Restoring has two phases. `plan_restore` compares the file's index with the live objects and finds a destination for
+every stored byte; it touches nothing and raises on any difference. Then the caller fills the destinations, `complete`
+shares what replicas read for each other, and `install` puts the rest in place. Knows descriptions and the logical index
+(docs/on-disk-format.md), no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megaresume.errors import FormatError, StateMismatchError
+from megaresume.errors import FormatError, PoisonedError, StateMismatchError, UnsupportedError
 from megaresume.state.description import Live
-from megaresume.state.model import check_pieces, complete_replicas, model_mismatches, own_pieces, slice_of
-from megaresume.state.optimizer import OptimizerPlan, capture_optimizers, optimizer_mismatches, plan_optimizers
+from megaresume.state.index import INDEX_VERSION, check_index
+from megaresume.state.model import (
+    complete_replicas,
+    model_mismatches,
+    own_pieces,
+    piece_mismatches,
+    piece_name,
+    slice_of,
+)
+from megaresume.state.optimizer import OptimizerPlan, capture_optimizers, plan_optimizers
+from megaresume.state.optimizer_match import optimizer_mismatches
 from megaresume.state.registered import Registered
 from megaresume.state.rng import RngPlan, Stream, plan_rng, rng_mismatches
-from megaresume.state.tensors import dtype_code, dtype_of
-from megaresume.state.tree import from_json, to_json
+from megaresume.state.tensors import check_storable, dtype_code, empty_for, same_form
+from megaresume.state.tree import from_json, tensor_names, to_json
 
-INDEX_VERSION = 1
+# Differences in one message; a person reads a dozen, and a wrong model has thousands.
 _SHOWN = 12
 
 
@@ -37,7 +48,8 @@ class RankState:
 def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Registered) -> RankState:
     """Collect this rank's state. No collective, no copy of weights or moments; random streams are copied.
 
-    `streams` is None where random numbers are not to be stored, which the index then says.
+    `streams` is None where random numbers are not to be stored, which the index then says. Raises UnsupportedError
+    naming what cannot be stored.
     """
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -45,13 +57,15 @@ def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Regist
     def add(
         name: str, tensor: torch.Tensor, slot: str, parameter: str | None = None, at: list[int] | None = None
     ) -> None:
+        if name in tensors:
+            raise UnsupportedError(f"two tensors of this rank would both be stored as {name}: rename one")
         tensors[name] = tensor
         entries[name] = {"parameter": parameter, "slot": slot, "range": at, "kind": "stored"}
 
     for piece in own_pieces(live):
         parameter = live.parameters[piece.parameter]
-        name = f"model/{piece.parameter}"
-        add(name, slice_of(parameter, piece.start, piece.end), "weight", piece.parameter, [piece.start, piece.end])
+        tensor = slice_of(parameter, piece.start, piece.end)
+        add(piece_name(piece), tensor, "weight", piece.parameter, [piece.start, piece.end])
     for name, buffer in live.buffers.items():
         add(f"buffer/{name}", buffer, "buffer")
     extra_states = {}
@@ -80,7 +94,7 @@ def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Regist
         "registered": values,
     }
     for name, tensor in tensors.items():
-        dtype_code(tensor.dtype, name)
+        check_storable(tensor, name)
     return RankState(tensors, index)
 
 
@@ -92,28 +106,59 @@ class RestorePlan:
     destinations: dict[str, torch.Tensor] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    _optimizers: OptimizerPlan | None = None
-    _rng: RngPlan | None = None
-    _registered: Registered | None = None
-    _registered_values: Any = None
     _extra_states: Mapping[str, Any] = field(default_factory=dict)
+    _optimizers: OptimizerPlan | None = None
+    _registered: tuple[Registered, Mapping[str, Any]] | None = None
+    _rng: RngPlan | None = None
 
     def complete(self) -> None:
-        """Share the model pieces that each rank has read. Collective over the replica groups; all destinations are filled by now."""
+        """Share the model pieces that each rank has read, when all destinations are filled.
+
+        Collective over the replica groups.
+        """
         complete_replicas(self.live)
 
     def install(self) -> None:
-        """Put in place what was not read straight into live tensors, random numbers last. Local; follows `complete`."""
+        """Put in place what was not read straight into live tensors, random numbers last. Local; follows `complete`.
+
+        Raises PoisonedError naming the part where an object refuses what it is given: by then, others have changed.
+        """
         for extra in self.live.extra_states:
-            extra.set(from_json(self._extra_states[extra.name], self.destinations))
-        if self._optimizers is None:
-            self.live.reload_masters()
-        else:
-            self._optimizers.install()
+            with _installing(f"extra state {extra.name}"):
+                extra.set(from_json(self._extra_states[extra.name], self.destinations))
+        with _installing("the optimizer's state"):
+            if self._optimizers is None:
+                self.live.reload_masters()
+            else:
+                self._optimizers.install()
         if self._registered is not None:
-            self._registered.restore(self._registered_values, self.destinations)
+            registered, values = self._registered
+            with _installing("the registered objects"):
+                registered.restore(values, self.destinations)
         if self._rng is not None:
-            self._rng.install()
+            with _installing("the random streams"):
+                self._rng.install()
+
+    def _claim(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in destinations.items():
+            if name in self.destinations:
+                raise FormatError(f"the index refers to tensor {name!r} twice")
+            self.destinations[name] = tensor
+
+    def _claim_fresh(self, values: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
+        """Find room for the tensors that encoded values refer to."""
+        for node in values.values():
+            for name in tensor_names(node):
+                self._claim({name: empty_for(name, spans)})
+            from_json(node, self.destinations)  # what cannot be decoded is to fail now, not when it is installed
+
+
+@contextlib.contextmanager
+def _installing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PoisonedError(f"{what} could not be put back ({type(error).__name__}: {error})") from error
 
 
 def plan_restore(
@@ -128,66 +173,74 @@ def plan_restore(
 ) -> RestorePlan:
     """Compare the stored index with this rank and plan the restore; touches nothing live.
 
-    `spans[name]` has `.dtype` and `.shape`. `streams` is None where random numbers are not to be restored. With `weights_only` the
-    model alone is taken: parameters, buffers and extra states; masters are then refreshed from the weights.
+    `spans[name]` has `.dtype` and `.shape`. `streams` is None where random numbers are not to be restored. With
+    `weights_only` the model alone is taken: parameters, buffers and extra states; masters are then refreshed from the
+    weights. With `keep_run_options` the run's learning rates and weight decays stay.
 
-    Raises StateMismatchError listing the differences (all of them up to a dozen), FormatError for an index of another version.
+    Raises StateMismatchError listing the differences (up to a dozen), FormatError for an index that is not of the
+    documented form, of another version, or at odds with the tensors of its file.
     """
-    if index.get("version") != INDEX_VERSION:
-        raise FormatError(
-            f"the index is of version {index.get('version')!r}, this release reads version {INDEX_VERSION}"
-        )
-    problems = model_mismatches(index, live) + _buffer_mismatches(index, spans, live)
+    check_index(index, spans)
+    problems = model_mismatches(index, live) + _buffer_mismatches(index, live)
     if not weights_only:
-        problems += optimizer_mismatches(index, live) + registered.mismatches(index["registered"])
+        problems += optimizer_mismatches(index, spans, live) + registered.mismatches(index["registered"], spans)
         if streams is not None and index["rng"] is not None:
-            problems += rng_mismatches(index["rng"], streams)
+            problems += rng_mismatches(index["rng"], spans, streams)
+    _refuse(problems)
+    _refuse(piece_mismatches(index, live))
+
+    plan = RestorePlan(live, _extra_states=index["extra_states"])
+    for piece in own_pieces(live):
+        plan._claim({piece_name(piece): slice_of(live.parameters[piece.parameter], piece.start, piece.end)})
+    plan._claim({f"buffer/{name}": buffer for name, buffer in live.buffers.items()})
+    plan._claim_fresh(index["extra_states"], spans)
+    if weights_only:
+        plan.left_out = ["optimizer", "random numbers", "registered objects"]
+        unread = {name for name in index["tensors"] if name.startswith(("optim/", "rng/", "registered/"))}
+    else:
+        unread = _plan_all_but_model(plan, index, spans, streams, registered, keep_run_options=keep_run_options)
+    for name in index["tensors"]:
+        if name not in plan.destinations and name not in unread:
+            raise FormatError(f"the index names tensor {name!r}, but nothing in it refers to that tensor")
+    _refuse(_form_mismatches(plan.destinations, spans))
+    _check_ranges(index, plan.destinations)
+    return plan
+
+
+def _plan_all_but_model(
+    plan: RestorePlan,
+    index: Mapping[str, Any],
+    spans: Mapping[str, Any],
+    streams: Mapping[str, Stream] | None,
+    registered: Registered,
+    *,
+    keep_run_options: bool,
+) -> set[str]:
+    """Plan optimizers, registered objects and random numbers; return the names of the tensors left out on purpose."""
+    plan._optimizers = plan_optimizers(index, spans, plan.live, keep_run_options=keep_run_options)
+    plan._claim(plan._optimizers.destinations)
+    plan.differences += plan._optimizers.differences
+    plan._registered = (registered, index["registered"])
+    plan._claim_fresh(index["registered"], spans)
+    if streams is None or index["rng"] is None:
+        why = "not asked for" if streams is None else "not in the checkpoint, by its writer's choice"
+        plan.left_out.append(f"random numbers ({why})")
+        return plan._optimizers.left_out | {f"rng/{name}" for name in index["rng"] or ()}
+    plan._rng = plan_rng(index["rng"], streams)
+    plan._claim(plan._rng.destinations)
+    plan.left_out += plan._rng.left_out
+    return plan._optimizers.left_out | {f"rng/{name}" for name in index["rng"] if name not in streams}
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise StateMismatchError(
             "the checkpoint is not of this model and optimizer:\n  " + "\n  ".join(problems[:_SHOWN]) + more
         )
-    check_pieces(index, live)
-
-    plan = RestorePlan(live, _extra_states=index["extra_states"])
-    for name, entry in index["tensors"].items():
-        if entry["slot"] == "weight":
-            parameter = live.parameters[entry["parameter"]]
-            plan.destinations[name] = slice_of(parameter, *entry["range"])
-        elif entry["slot"] == "buffer":
-            plan.destinations[name] = live.buffers[name.removeprefix("buffer/")]
-        elif entry["slot"] == "extra_state":
-            plan.destinations[name] = _fresh(name, spans)
-    if weights_only:
-        plan.left_out = ["optimizer", "random numbers", "registered objects"]
-        _check_spans(plan.destinations, spans)
-        return plan
-    plan._optimizers = plan_optimizers(index, spans, live, keep_run_options=keep_run_options)
-    plan.destinations.update(plan._optimizers.destinations)
-    plan.differences += plan._optimizers.differences
-    if streams is None or index["rng"] is None:
-        plan.left_out.append(
-            "random numbers (not asked for)"
-            if streams is None
-            else "random numbers (not in the checkpoint, by its writer's choice)"
-        )
-    else:
-        plan._rng = plan_rng(index["rng"], spans, streams)
-        plan.destinations.update(plan._rng.destinations)
-    plan._registered, plan._registered_values = registered, index["registered"]
-    plan.destinations.update(
-        {name: _fresh(name, spans) for name, e in index["tensors"].items() if e["slot"] == "registered"}
-    )
-    _check_spans(plan.destinations, spans)
-    return plan
 
 
-def _fresh(name: str, spans: Mapping[str, Any]) -> torch.Tensor:
-    span = spans[name]
-    return torch.empty(tuple(span.shape), dtype=dtype_of(span.dtype, name))
-
-
-def _buffer_mismatches(index: Mapping[str, Any], spans: Mapping[str, Any], live: Live) -> list[str]:
+def _buffer_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
     saved, current = set(index["buffers"]), set(live.buffers)
     problems = [f"buffer {name} is in the checkpoint, not in this model" for name in sorted(saved - current)]
     problems += [f"buffer {name} is in this model, not in the checkpoint" for name in sorted(current - saved)]
@@ -199,14 +252,22 @@ def _buffer_mismatches(index: Mapping[str, Any], spans: Mapping[str, Any], live:
     return problems
 
 
-def _check_spans(destinations: Mapping[str, torch.Tensor], spans: Mapping[str, Any]) -> None:
-    """The index and the file's own tensor table come from the same bytes, but nothing so far made them agree."""
+def _form_mismatches(destinations: Mapping[str, torch.Tensor], spans: Mapping[str, Any]) -> list[str]:
+    """Destinations of another dtype or shape than the file's tensors; the index alone does not say these."""
+    problems = []
     for name, tensor in destinations.items():
         if name not in spans:
-            raise FormatError(f"the index names tensor {name}, which the file does not hold")
-        found = (spans[name].dtype, tuple(spans[name].shape))
-        wanted = (dtype_code(tensor.dtype, name), tuple(tensor.shape))
-        if found != wanted:
-            raise StateMismatchError(
-                f"{name} is {found[0]} {list(found[1])} in the checkpoint, {wanted[0]} {list(wanted[1])} in this run"
+            raise FormatError(f"{name} is to be restored, but the file does not hold it")
+        if not same_form(tensor, name, spans):
+            saved, wanted = spans[name], (dtype_code(tensor.dtype, name), list(tensor.shape))
+            problems.append(
+                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint, {wanted[0]} {wanted[1]} in this run"
             )
+    return problems
+
+
+def _check_ranges(index: Mapping[str, Any], destinations: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in destinations.items():
+        at = index["tensors"][name]["range"]
+        if at is not None and tensor.numel() != at[1] - at[0]:
+            raise FormatError(f"{name}: the index says elements {at[0]} to {at[1]}, the file holds {tensor.numel()}")

@@ -1,7 +1,8 @@
 """Random number streams: every one of a rank's own, captured as copies and put back exactly.
 
-A stream is Python's, NumPy's, torch's host and device generator, a named state of Megatron's tracker, or a generator of the user's.
-States are bytes on the host whatever the device of the weights. Knows no Megatron: trackers come in as plain functions.
+A stream is Python's, NumPy's, torch's host and device generator, a named state of Megatron's tracker, or a generator of
+the user's. States are bytes on the host whatever the device of the weights. Knows no Megatron: trackers come in as
+plain functions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import torch
 from megaresume.errors import FormatError
 
 logger = logging.getLogger("megaresume.state.rng")
+
+DEVICE = "device"
+
+_MT19937_WORDS = 624
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ def process_streams(device: torch.device | None) -> dict[str, Stream]:
         "torch": Stream(lambda: torch.get_rng_state().clone(), torch.set_rng_state),
     }
     if device is not None and device.type == "cuda":
-        streams["device"] = Stream(
+        streams[DEVICE] = Stream(
             lambda: torch.cuda.get_rng_state(device).cpu().clone(),
             lambda state: torch.cuda.set_rng_state(state, device),
         )
@@ -79,6 +84,8 @@ def _get_numpy() -> torch.Tensor:
 def _set_numpy(state: torch.Tensor) -> None:
     raw = state.numpy().tobytes()
     position, has_gauss = (int(word) for word in np.frombuffer(raw[:8], dtype="<u4"))
+    if position > _MT19937_WORDS or has_gauss > 1:  # numpy would read past the end of its words
+        raise ValueError(f"position {position} in {_MT19937_WORDS} words, {has_gauss} Gaussians pending")
     keys = np.frombuffer(raw[8:-8], dtype="<u4").astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, float(np.frombuffer(raw[-8:], dtype="<f8")[0])))
 
@@ -89,49 +96,64 @@ def _bytes(*arrays: np.ndarray[Any, Any]) -> torch.Tensor:
 
 @dataclass
 class RngPlan:
-    """Where stored streams go: host buffers first, `install()` sets the generators, after everything that may draw from them."""
+    """Where stored streams go: to the host first; `install()` sets them, after everything that may draw from them."""
 
     destinations: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
     _streams: list[tuple[Stream, str]] = field(default_factory=list)
 
     def install(self) -> None:
-        """Set every planned stream."""
+        """Set every planned stream. Raises FormatError naming the one whose generator refuses the stored state."""
         for stream, name in self._streams:
-            stream.set(self.destinations[name])
+            try:
+                stream.set(self.destinations[name])
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise FormatError(f"{name}: the stored bytes are no state of this generator: {error}") from error
 
 
-def rng_mismatches(saved: list[str], streams: Mapping[str, Stream]) -> list[str]:
-    """Streams that only one side has. A device stream without a device is no mismatch: `plan_rng` says what is lost."""
+def rng_mismatches(saved: list[str], spans: Mapping[str, Any], streams: Mapping[str, Stream]) -> list[str]:
+    """Streams that only one side has, and states of another length.
+
+    A device stream on one side only is no mismatch: `plan_rng` says what is lost. `spans["rng/<name>"].shape` is the
+    length of a stored state in bytes. Reads the streams and changes none.
+    """
     remedy = "resume with load_rng=False to keep this run's fresh streams"
     problems = [
-        f"random stream {n} is in the checkpoint, not in this run ({remedy})"
-        for n in saved
-        if n not in streams and n != "device"
+        f"random stream {name} is in the checkpoint, not in this run ({remedy})"
+        for name in saved
+        if name not in streams and name != DEVICE
     ]
     problems += [
-        f"random stream {n} is in this run, not in the checkpoint ({remedy})"
-        for n in streams
-        if n not in saved and n != "device"
+        f"random stream {name} is in this run, not in the checkpoint ({remedy})"
+        for name in streams
+        if name not in saved and name != DEVICE
     ]
+    for name in saved:
+        if name not in streams:
+            continue
+        if f"rng/{name}" not in spans:
+            raise FormatError(f"the index lists random stream {name}, but the file does not hold its state")
+        wanted, found = [streams[name].get().numel()], list(spans[f"rng/{name}"].shape)
+        if found != wanted:
+            problems.append(
+                f"random stream {name} has {found} bytes in the checkpoint, {wanted} in this run: another generator or "
+                f"library version ({remedy})"
+            )
     return problems
 
 
-def plan_rng(saved: list[str], spans: Mapping[str, Any], streams: Mapping[str, Stream]) -> RngPlan:
-    """Find a place for every stored stream; touches none. `spans["rng/<name>"].shape` is the length of its state in bytes."""
+def plan_rng(saved: list[str], streams: Mapping[str, Stream]) -> RngPlan:
+    """Find a place for every stored stream; touches none. Call it after `rng_mismatches` was empty."""
     plan = RngPlan()
     for name in saved:
-        if name not in streams:
-            logger.warning("random stream %s is not restored: this process has no such device", name)
-            continue
-        file_name = f"rng/{name}"
-        wanted = streams[name].get().numel()
-        found = spans[file_name].shape
-        if tuple(found) != (wanted,):
-            raise FormatError(
-                f"random stream {name} has {found} bytes in the checkpoint, {wanted} in this run: another generator or library version"
-            )
-        plan.destinations[file_name] = torch.empty(wanted, dtype=torch.uint8)
-        plan._streams.append((streams[name], file_name))
-    for name in sorted(set(streams) - set(saved)):
-        logger.warning("random stream %s is not in the checkpoint and keeps this run's fresh state", name)
+        if name in streams:
+            # On the host, whatever default device the user has set.
+            plan.destinations[f"rng/{name}"] = torch.empty(streams[name].get().numel(), dtype=torch.uint8, device="cpu")
+            plan._streams.append((streams[name], f"rng/{name}"))
+    if DEVICE in saved and DEVICE not in streams:
+        plan.left_out.append("random stream device (this process has no device)")
+    if DEVICE in streams and DEVICE not in saved:
+        plan.left_out.append("random stream device (not in the checkpoint; it keeps this run's fresh state)")
+    for line in plan.left_out:
+        logger.warning("not restored: %s", line)
     return plan

@@ -5,11 +5,14 @@ Knows torch and the byte layout, nothing of models, optimizers or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from megaresume.errors import FormatError, UnsupportedError
+
+HOST = torch.device("cpu")
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -31,8 +34,20 @@ _CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
+def check_storable(tensor: torch.Tensor, what: str) -> None:
+    """Raise UnsupportedError naming `what` unless the tensor is plain memory of a dtype that the format has.
+
+    Tensor subclasses (DTensor, torchao's quantised states) and sparse tensors keep their data elsewhere: their own
+    bytes are not all there is.
+    """
+    kind = type(tensor.detach())
+    if kind is not torch.Tensor or tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{what} is a {kind.__name__} ({tensor.layout}): only plain tensors can be stored")
+    dtype_code(tensor.dtype, what)
+
+
 def dtype_code(dtype: torch.dtype, what: str) -> str:
-    """The safetensors code of `dtype`; UnsupportedError naming `what` where the format has none (complex, quantised)."""
+    """The safetensors code of `dtype`; UnsupportedError naming `what` where the format has none (complex, qint8)."""
     if dtype not in _CODES:
         raise UnsupportedError(f"{what} has dtype {dtype}, which the file format cannot hold")
     return _CODES[dtype]
@@ -45,6 +60,24 @@ def dtype_of(code: str, what: str) -> torch.dtype:
     return _DTYPES[code]
 
 
+def empty_for(name: str, spans: Mapping[str, Any], device: torch.device = HOST) -> torch.Tensor:
+    """A fresh tensor of the form that the file's tensor `name` has; `spans[name]` has `.dtype` (a code) and `.shape`.
+
+    Raises FormatError where the file holds no such tensor. The device is explicit: a default one set by the user is for
+    the model, not for what is read from a file.
+    """
+    if name not in spans:
+        raise FormatError(f"the index refers to tensor {name!r}, which the file does not hold")
+    span = spans[name]
+    return torch.empty(tuple(span.shape), dtype=dtype_of(span.dtype, name), device=device)
+
+
+def same_form(tensor: torch.Tensor, name: str, spans: Mapping[str, Any]) -> bool:
+    """Whether the file's tensor `name` has the dtype and shape of `tensor`."""
+    span = spans.get(name)
+    return span is not None and (span.dtype, tuple(span.shape)) == (_CODES.get(tensor.dtype), tuple(tensor.shape))
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`'s own memory as a flat uint8 tensor (no copy); it must be contiguous."""
     flat = tensor.detach().view(-1)
@@ -52,7 +85,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor` in C order. A view of its memory where that is contiguous and on the host, a copy otherwise."""
+    """The bytes of `tensor` in C order: a view of its memory where that is contiguous and on the host, else a copy."""
     host = tensor.detach().contiguous().cpu()
     return memoryview(byte_view(host).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 

@@ -201,7 +201,7 @@ def _read_attempt(path: Path, number: int) -> Attempt:
         found = str(error).removeprefix(f"{path}: ").rstrip(".")
         raise CheckpointDamagedError(
             f"{path}: expected the record of attempt {number}, found: {found}. It says on which branch "
-            "the run is. Restore it from a backup; or remove it, and the run goes on as if there had been no such start."
+            "the run is. Restore it from a backup; or remove it, and the run goes on as if it had never started."
         ) from error
 
 

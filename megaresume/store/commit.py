@@ -43,6 +43,7 @@ _Result = TypeVar("_Result")
 # another host is not seen yet. A full disk is not among them.
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOENT, errno.EEXIST)
 RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)
+_UNTOUCHED = "What was committed before is untouched."
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def save_checkpoint(
     """
     assert (identity.root_id, identity.attempt, identity.step) == (attempt.root_id, attempt.attempt, step), identity
     started = time.monotonic()
-    what = f"save step {step} to {root}"
+    what = f"save step {step}"
     staging = root / layout.staging_directory(step, attempt.attempt)
     target = root / layout.step_directory(step)
     texts: list[CommitText] = []
@@ -107,8 +108,10 @@ def save_checkpoint(
             manifest = _write_texts(staging, texts[0], files, identity)
             _check_newest(root, attempt)
             _move_into_place(root, staging, target, step=step, attempt=attempt.attempt)
-        except BaseException:
+        except BaseException as error:
             _remove_staging(staging)
+            if isinstance(error, OSError):
+                raise SaveError(f"{target}: could not be put in place: {error}. {_UNTOUCHED}") from error
             raise
         _point_latest(root, target)
         return manifest.total_bytes
@@ -176,7 +179,7 @@ def _retrying(write: Callable[[], _Result], *, path: Path, needed: int) -> _Resu
             code = errno.errorcode.get(error.errno or 0, "no errno")
             text = f"{path}: {error.strerror or error} ({code}) while {needed} bytes were to be written there"
             if error.errno not in _TRANSIENT or pause is None:
-                raise SaveError(f"{text}. What was committed before is untouched.") from error
+                raise SaveError(f"{text}. {_UNTOUCHED}") from error
             logger.warning("%s; trying again in %.1f s", text, pause)
             time.sleep(pause)
     raise AssertionError("the last pause is None")

@@ -5,7 +5,7 @@ groups (but for one broadcast of 1 KiB that tells everyone the address). What on
 rank, with that rank's words; a rank that does not answer is named when the deadline passes, and nothing waits for
 ever. Knows no files.
 
-Every operation is collective: all ranks call the same operations in the same order. Keys carry a running number, so
+Every operation is collective: all ranks call the same operations in the same order. Keys are a running number, so
 that callers need not invent unique names, and are deleted once read. Rank 0 does O(world) work, every other rank O(1).
 One `ControlPlane` serves one thread: a client that waits blocks every other thread that uses it.
 """
@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -32,8 +32,10 @@ DEFAULT_TIMEOUT_S = 600.0
 LOG_EVERY_S = 5.0
 MAX_NAMED = 8  # ranks, and different messages, that one error spells out
 _CONNECT_TIMEOUT_S = 60.0
+_HEARING_S = 10.0  # for ranks that live: those that are stalled or dead are not waited for again
 _ADDRESS_BYTES = 1024
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_STRIDE = 64  # ranks asked after at once
 
 JSON = Any
 
@@ -43,6 +45,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def check(self, keys: list[str], /) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
     def delete_key(self, key: str, /) -> Any: ...
@@ -84,9 +87,12 @@ class ControlPlane:
         """Run `function` on rank 0 only; return its JSON result, or raise its error, on every rank."""
         self._operation += 1
         message, raised = _outcome(function) if self.rank == 0 else ({}, None)
+        if "error" in message:
+            message["text"] = f"{what}: {message['text']}"
         verdict = self._announce(what, message)
         if raised is not None or "error" in verdict:
-            _raise_verdict(what, verdict, raised)
+            self._let_all_hear(what)
+            _raise_verdict(verdict, raised)
         return verdict["value"]
 
     def together(
@@ -104,14 +110,14 @@ class ControlPlane:
         results: list[JSON] | None = None
         verdict: JSON = None
         try:
-            messages = self._gather(what, message)
+            messages = self._gather(what, {**message, "what": what})
             if messages is not None:
                 results = [answer.get("value") for answer in messages]
-                verdict = self._joined_error(messages)
+                verdict = self._joined_error(what, messages)
         except MegaresumeError as error:
             if self.rank != 0:
                 raise
-            verdict = _error_message(error, str(error).removeprefix(f"{what}: "))
+            verdict = _error_message(error, str(error))
         if verdict and undo is not None:
             verdict["text"] += _undone(undo)
         try:
@@ -120,7 +126,8 @@ class ControlPlane:
             self._withdraw(what)
             raise
         if raised is not None or verdict is not None:
-            _raise_verdict(what, verdict, raised)
+            self._let_all_hear(what)
+            _raise_verdict(verdict, raised)
         return results
 
     def close(self) -> None:
@@ -137,22 +144,23 @@ class ControlPlane:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _gather(self, what: str, value: JSON) -> list[JSON] | None:
-        keys = [self._answer_key(what, rank) for rank in range(self.world_size)] if self.rank == 0 else []
         if self.rank != 0:
             with self._reaching_store(what):
-                self._store.set(self._answer_key(what, self.rank), _encode(value))
+                self._store.set(self._answer_key(self.rank), _encode(value))
             return None
-        self._stale += keys[1:]
-        self._await(keys, range(1, self.world_size), what, self.timeout_s)
+        keys = {rank: self._answer_key(rank) for rank in range(1, self.world_size)}
+        self._stale += keys.values()
+        self._await(keys, what, self.timeout_s)
         with self._reaching_store(what):
-            values = [value, *(json.loads(self._store.get(key)) for key in keys[1:])]
+            sent = self._store.multi_get(list(keys.values())) if keys else []
+            values = [value, *map(json.loads, sent)]
             for key in self._stale:
                 self._store.delete_key(key)
         self._stale.clear()
         return values
 
     def _announce(self, what: str, value: JSON) -> JSON:
-        key = f"{self._operation}/{what}"
+        key = f"{self._operation}"
         if self.rank == 0:
             with self._reaching_store(what):
                 self._store.set(key, _encode(value))
@@ -160,26 +168,41 @@ class ControlPlane:
             return value
         # Rank 0 may come late by one timeout and then wait another for the slowest rank; its verdict should still come
         # first.
-        self._await([key], [0], what, 2 * self.timeout_s + LOG_EVERY_S)
+        self._await({0: key}, what, 2 * self.timeout_s + LOG_EVERY_S)
         with self._reaching_store(what):
             return json.loads(self._store.get(key))
+
+    def _let_all_hear(self, what: str) -> None:
+        """After an error rank 0 may end, and the store with it: it waits a little until all ranks have read why."""
+        try:
+            if self.rank != 0:
+                with self._reaching_store(what):
+                    self._store.set(f"{self._answer_key(self.rank)}/heard", "")
+            else:
+                keys = {rank: f"{self._answer_key(rank)}/heard" for rank in range(1, self.world_size)}
+                self._await(keys, f"{what}: tell all ranks of the error", min(self.timeout_s, _HEARING_S))
+                with self._reaching_store(what):
+                    for key in keys.values():
+                        self._store.delete_key(key)
+        except MegaresumeError as error:
+            logger.warning("%s", error)
 
     def _withdraw(self, what: str) -> None:
         """Take back this rank's answer: a rank 0 that was only late must not conclude that all went well."""
         message = _error_message(MegaresumeError(), "gave up waiting for rank 0")
         try:
-            self._store.set(self._answer_key(what, self.rank), _encode(message))
+            self._store.set(self._answer_key(self.rank), _encode({**message, "what": what}))
         except Exception as error:
             logger.info("%s: this rank's answer cannot be withdrawn, for rank 0 is gone: %s", what, error)
 
-    def _answer_key(self, what: str, rank: int) -> str:
-        return f"{self._operation}/{what}/{rank}"
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._operation}/{rank}"  # without `what`: ranks whose words differ must hear of it, not wait in vain
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _await(self, keys: Sequence[str], ranks: Sequence[int], what: str, timeout_s: float) -> None:
-        """Return when the key of each of `ranks` (the last ones of `keys`) is there; raise when `timeout_s` is over."""
-        pending = list(zip(ranks, keys[len(keys) - len(ranks) :], strict=True))
+    def _await(self, keys: Mapping[int, str], what: str, timeout_s: float) -> None:
+        """Return when every rank's key of `keys` is there; raise when `timeout_s` is over."""
+        pending = list(keys.items())
         if self.rank <= 1:
             self._watch(pending, what, timeout_s)
             return
@@ -196,8 +219,10 @@ class ControlPlane:
         started = time.monotonic()
         next_log, pause = LOG_EVERY_S, _FIRST_PAUSE_S
         while pending:
-            if self._is_there(pending[0][1], what):
-                pending, pause = pending[1:], _FIRST_PAUSE_S
+            if self._are_there(pending[:1], what):
+                # In strides where many have come, or the store is asked once for each of thousands of ranks.
+                stride = _STRIDE if self._are_there(pending[:_STRIDE], what) else 1
+                pending, pause = pending[stride:], _FIRST_PAUSE_S
                 continue
             waited = time.monotonic() - started
             if waited >= timeout_s:
@@ -210,11 +235,11 @@ class ControlPlane:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _absent(self, pending: Sequence[tuple[int, str]], what: str) -> list[int]:
-        return [rank for rank, key in pending if not self._is_there(key, what)]
+        return [rank for rank, key in pending if not self._are_there([(rank, key)], what)]
 
-    def _is_there(self, key: str, what: str) -> bool:
+    def _are_there(self, pending: Sequence[tuple[int, str]], what: str) -> bool:
         with self._reaching_store(what):
-            return bool(self._store.check([key]))
+            return bool(self._store.check([key for _, key in pending]))
 
     @contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
@@ -232,8 +257,11 @@ class ControlPlane:
             "Stalled or dead: see its log and its host; where it is only slow, give the control plane a longer timeout."
         )
 
-    def _joined_error(self, messages: Sequence[JSON]) -> JSON:
+    def _joined_error(self, what: str, messages: Sequence[JSON]) -> JSON:
         """One error out of all ranks', or None where none failed: each text once, with the ranks that sent it."""
+        for message in messages:
+            if message["what"] != what:
+                message.update(_error_message(MegaresumeError(), f"out of step: it is at '{message['what']}'"))
         failed = [rank for rank, message in enumerate(messages) if "error" in message]
         if not failed:
             return None
@@ -246,7 +274,7 @@ class ControlPlane:
         ]
         if len(ranks_of) > MAX_NAMED:
             lines.append(f"... {len(failed)} ranks failed in all, with {len(ranks_of)} different messages")
-        return {"error": messages[failed[0]]["error"], "text": "\n".join(lines)}
+        return {"error": messages[failed[0]]["error"], "text": f"{what}: " + "\n".join(lines)}
 
     def _names(self, ranks: Sequence[int]) -> str:
         if len(ranks) == self.world_size > 1:
@@ -257,7 +285,7 @@ class ControlPlane:
 
     def _name(self, rank: int) -> str:
         key = _label_key(rank)
-        if not self._is_there(key, "name a rank"):
+        if not self._are_there([(rank, key)], "name a rank"):
             return str(rank)
         return f"{rank} ({self._store.get(key).decode('utf-8')})"
 
@@ -292,11 +320,11 @@ def _undone(undo: Callable[[], None]) -> str:
     return ""
 
 
-def _raise_verdict(what: str, verdict: dict[str, str], raised: BaseException | None) -> NoReturn:
+def _raise_verdict(verdict: dict[str, str], raised: BaseException | None) -> NoReturn:
     if raised is not None and not isinstance(raised, Exception):
         raise raised
     kind: type[MegaresumeError] = getattr(errors, verdict["error"], MegaresumeError)
-    raise kind(f"{what}: {verdict['text']}") from raised
+    raise kind(verdict["text"]) from raised
 
 
 def _unreachable(what: str, error: Exception) -> MegaresumeError:

@@ -33,9 +33,7 @@ def on_branch(attempt: int, step: int, attempts: Sequence[Attempt]) -> bool:
         if record is None or (record.resumed_from is not None and record.resumed_from[0] >= current):
             return _below_later_starts(attempt, step, attempts)
         if record.resumed_from is None or record.resumed_from[1] != record.start_step:
-            return (
-                False  # it began a history of its own: from nothing, from another root, or from weights alone at step 0
-            )
+            return False  # a history of its own: from nothing, from another root, or from weights alone at step 0
         current, limit = record.resumed_from
     return attempt == current and (limit is None or step <= limit)
 

@@ -29,11 +29,11 @@ def check_root(root: Path, *, control: ControlPlane) -> None:
     Raises, on all ranks, `ConfigurationError` for a URL, and `RootError` for a root that is a file, not writable, or
     not shared.
     """
-    what = f"check the root {root}"
+    what = "check the root"
     nonce = f".megaresume-{secrets.token_hex(8)}.nonce"
     told = control.decide(what, lambda: _write_nonce(root, nonce))
     try:
-        control.together(what, lambda: _find_nonce(root, told["nonce"], told["host"]))
+        control.together(what, lambda: _find_nonce(root, told["nonce"], f"{told['root']} on host {told['host']}"))
     finally:
         if control.rank == 0:
             _remove_nonce(root / nonce)
@@ -56,10 +56,10 @@ def _write_nonce(root: Path, nonce: str) -> dict[str, str]:
             f"{root}: cannot be written on host {socket.gethostname()}: {error.strerror} ({error.filename or root}). "
             "Give the job's user write permission, free some space, or name another root."
         ) from error
-    return {"nonce": nonce, "host": socket.gethostname()}
+    return {"nonce": nonce, "host": socket.gethostname(), "root": str(root)}
 
 
-def _find_nonce(root: Path, nonce: str, writer: str) -> None:
+def _find_nonce(root: Path, nonce: str, written: str) -> None:
     path, here = root / nonce, socket.gethostname()
     for pause in (*RETRY_PAUSES_S, None):
         try:
@@ -70,7 +70,7 @@ def _find_nonce(root: Path, nonce: str, writer: str) -> None:
             found = error.strerror or str(error)
         if pause is None:
             raise RootError(
-                f"{root}: this root is not shared by all hosts: {nonce}, written by rank 0 on host {writer}, cannot be "
+                f"{root}: this root is not shared by all hosts: {nonce}, written by rank 0 in {written}, cannot be "
                 f"read on host {here}: {found}. Give every rank the same path, on a file system that all hosts mount."
             )
         time.sleep(pause)

@@ -14,7 +14,7 @@ import pytest
 from megaresume.errors import CheckpointDamagedError, RootError
 from megaresume.store import fs
 from megaresume.store.attempts import Attempt, claim_attempt, newest_attempt_number, read_attempts
-from tests.store.worlds import FaultyOs, claim, no_space, save_alone
+from tests.store.worlds import FaultyOs, claim, no_space, save_alone, sound_disk
 
 
 def test_attempts_are_numbered_from_one_and_share_the_roots_id(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_attempts_that_is_a_file_is_a_root_error(tmp_path: Path) -> None:
 
 
 def test_the_record_is_durable_before_its_name_is(tmp_path: Path) -> None:
-    with FaultyOs(lambda *_: None) as faulty:
+    with sound_disk() as faulty:
         claim_attempt(tmp_path, start_step=0, resumed_from=None)
     calls = [name for name, _ in faulty.trace]
     assert calls.index("fsync") < calls.index("link") < len(calls) - 1 - calls[::-1].index("fsync")

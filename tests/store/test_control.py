@@ -223,7 +223,12 @@ def test_ranks_out_of_step_are_an_error_and_not_a_hang(monkeypatch: pytest.Monke
     def act(control: ControlPlane) -> None:
         control.together("save" if control.rank == 0 else "resume", lambda: None)
 
-    outcomes = run_ranks(2, act, timeout_s=0.2)
+    outcomes = run_ranks(2, act, timeout_s=5)
+    assert {str(one) for one in outcomes} == {"save: rank 1 (tp01-pp00-dp00): out of step: it is at 'resume'"}
+
+    outcomes = run_ranks(
+        2, lambda control: control.announce("tell") if control.rank else control.gather("ask", 1), timeout_s=0.2
+    )
     assert all(isinstance(one, MegaresumeError) for one in outcomes)
 
 
@@ -272,6 +277,7 @@ def test_torchs_tcp_store_with_one_client_each() -> None:
         control.together("say", lambda: "naïve")
         with pytest.raises(SaveError, match=r"rank 2 \(tp02-pp00-dp00\): full"):
             control.together("fail", lambda: _raise_full() if control.rank == 2 else None)
+        control.together("go on", lambda: None)
         return control.announce("tell", control.rank)
 
     assert run_ranks(4, act, stores=stores) == [0, 0, 0, 0]

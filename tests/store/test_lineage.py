@@ -1,4 +1,4 @@
-"""Which checkpoints are on the branch, and which log lines a replay is compared with, against a model that knows the truth."""
+"""Which checkpoints are on the branch, and which log lines a replay is compared with, against a model of the truth."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_records_that_point_forward_or_at_themselves_do_not_hang(parent: int) ->
 
 @dataclass
 class World:
-    """Attempts that commit every tenth step; `history` is, for each attempt, every (attempt, step) state it went through."""
+    """Attempts that commit every tenth step; `history` has, for each, every (attempt, step) state it went through."""
 
     attempts: list[Attempt] = field(default_factory=list)
     history: dict[int, list[tuple[int, int]]] = field(default_factory=dict)

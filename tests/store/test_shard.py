@@ -209,7 +209,7 @@ def test_a_header_over_the_limit_of_safetensors_is_not_written(tmp_path: Path, m
     assert shard_header.MAX_TEXT_BYTES == 100_000_000
     monkeypatch.setattr(shard_header, "MAX_TEXT_BYTES", 8184)  # two pages, less the length before the text
     write_shard(tmp_path / "x.safetensors", [], identity=IDENTITY, index={"long": "x" * 7000})
-    with pytest.raises(ConfigurationError, match="tp00-pp01-dp00.*needs 12280 bytes, safetensors allows 8184"):
+    with pytest.raises(ConfigurationError, match=r"tp00-pp01-dp00.*needs 12280 bytes, safetensors allows 8184"):
         write_shard(tmp_path / "y.safetensors", [], identity=IDENTITY, index={"long": "x" * 9000})
     assert os.listdir(tmp_path) == ["x.safetensors"]
 

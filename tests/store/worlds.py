@@ -36,6 +36,9 @@ class MemoryStore:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 
@@ -82,7 +85,8 @@ def run_ranks(
 class FaultyOs:
     """Stands in for `os` inside `fs.py`: counts calls that change the disk; `act(count, name, path)` may raise.
 
-    `act` may also return "half", where a write then does the first half of its work and `after_half` is called.
+    `act` may also return "half", where a write then does the first half of its work and `after_half` is called. Nothing
+    is really synced: no test's disk has to outlive a power loss, and hundreds of saves would wait for it.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class FaultyOs:
                     real(args[0], data[: len(data) // 2], *args[2:])
                 assert self._after_half is not None
                 self._after_half()
-            result = real(*args, **kwargs)
+            result = real(*args, **kwargs) if name != "fsync" else None
             if name == "open":
                 self._paths[result] = path
             return result
@@ -122,11 +126,16 @@ class FaultyOs:
         return call
 
     def __enter__(self) -> FaultyOs:
+        self._before: Any = fs.os
         fs.os = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        fs.os = os  # type: ignore[assignment]
+        fs.os = self._before
+
+
+def sound_disk() -> FaultyOs:
+    return FaultyOs(lambda *_: None)
 
 
 def no_space(path: str) -> OSError:

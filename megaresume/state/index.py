@@ -1,0 +1,142 @@
+"""The form of a shard file's logical index, held against bytes that may come from anywhere.
+
+Everything after this check may rely on the containers and types, and on names and file agreeing; whether the values
+are this run's is asked elsewhere. The form is specified in `docs/on-disk-format.md`. Knows no live object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from megaresume.errors import FormatError
+
+INDEX_VERSION = 1
+
+# Takes a value and where it stands; raises FormatError unless the value is of the form.
+Check: TypeAlias = Callable[[Any, str], None]
+
+
+def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
+    """Raise FormatError naming the field unless `index` is of this version's form and names the tensors of `spans`.
+
+    `spans` are the tensors that the file holds, by name. What a live object once gave (options, extra states, values of
+    registered objects) is any JSON here.
+    """
+    version = index.get("version")
+    if type(version) is not int or version != INDEX_VERSION:
+        raise FormatError(f"the index is of version {version!r}, this release reads version {INDEX_VERSION}")
+    _INDEX(index, "the index")
+    listed = index["tensors"].keys()
+    for name in sorted(listed - spans.keys()):
+        raise FormatError(f"the index names tensor {name}, which the file does not hold")
+    for name in sorted(spans.keys() - listed):
+        raise FormatError(f"the file holds tensor {name}, which the index does not name")
+
+
+def _wrong(where: str, expected: str, found: Any) -> FormatError:
+    return FormatError(f"{where}: expected {expected}, found {str(found)[:80]!r}")
+
+
+def _anything(value: Any, where: str) -> None:
+    pass
+
+
+def _text(value: Any, where: str) -> None:
+    if type(value) is not str:
+        raise _wrong(where, "text", value)
+
+
+def _one_of(*choices: str) -> Check:
+    def check(value: Any, where: str) -> None:
+        if value not in choices:
+            raise _wrong(where, " or ".join(choices), value)
+
+    return check
+
+
+def _range(value: Any, where: str) -> None:
+    if type(value) is not list or len(value) != 2 or any(type(bound) is not int for bound in value):
+        raise _wrong(where, "[start, end)", value)
+    if not 0 <= value[0] <= value[1]:
+        raise _wrong(where, "0 <= start <= end", value)
+
+
+def _or_null(check: Check) -> Check:
+    return lambda value, where: None if value is None else check(value, where)
+
+
+def _list_of(check: Check) -> Check:
+    def check_list(value: Any, where: str) -> None:
+        if type(value) is not list:
+            raise _wrong(where, "a list", value)
+        for number, part in enumerate(value):
+            check(part, f"{where}[{number}]")
+
+    return check_list
+
+
+def _object_of(check: Check) -> Check:
+    def check_object(value: Any, where: str) -> None:
+        if type(value) is not dict:
+            raise _wrong(where, "an object", value)
+        for name, part in value.items():
+            check(part, f"{where}: {name}")
+
+    return check_object
+
+
+def _record(optional: Mapping[str, Check] | None = None, **fields: Check) -> Check:
+    """An object that has these fields, and perhaps the optional ones; others are left unread."""
+
+    def check_record(value: Any, where: str) -> None:
+        if type(value) is not dict:
+            raise _wrong(where, "an object", value)
+        for name, check in fields.items():
+            if name not in value:
+                raise FormatError(f"{where}: {name} is missing")
+            check(value[name], f"{where}: {name}")
+        for name, check in (optional or {}).items():
+            if name in value:
+                check(value[name], f"{where}: {name}")
+
+    return check_record
+
+
+def _distinct(value: Any, where: str) -> None:
+    _list_of(_text)(value, where)
+    if len(set(value)) != len(value):
+        raise _wrong(where, "each name once", value)
+
+
+_PLACE = _one_of("host", "parameter")
+_PLACES = {"places": _object_of(_PLACE)}
+
+
+def _slot(value: Any, where: str) -> None:
+    if type(value) is dict and "tensor" in value:
+        _record(tensor=_text, place=_PLACE)(value, where)
+    else:
+        _record(_PLACES, value=_anything)(value, where)
+
+
+def _scaler_value(value: Any, where: str) -> None:
+    if type(value) is dict and "tensor" in value:
+        _record(tensor=_anything, dtype=_text)(value, where)
+    else:
+        _record(value=_anything)(value, where)
+
+
+_MEMBER = _record(parameter=_text, range=_range, state=_object_of(_object_of(_slot)))
+_GROUP = _record(_PLACES, options=_object_of(_anything), members=_list_of(_MEMBER))
+_OPTIMIZER = _record(kind=_text, groups=_list_of(_GROUP), scaler=_or_null(_object_of(_scaler_value)))
+_TENSOR = _record(parameter=_or_null(_text), slot=_text, range=_or_null(_range), kind=_one_of("stored"))
+_INDEX = _record(
+    parameters=_object_of(_object_of(_anything)),
+    tensors=_object_of(_TENSOR),
+    buffers=_distinct,
+    extra_states=_object_of(_anything),
+    optimizers=_list_of(_OPTIMIZER),
+    rng=_or_null(_distinct),
+    registered=_object_of(_anything),
+)
