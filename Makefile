@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-data clean
+.PHONY: help demo test test-oldest lint bench-data clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -20,9 +20,15 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 READY := .venv/ready
 
+# The oldest megatron-core that is supported, in an environment of its own that borrows all else from .venv.
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/ready
+OLDEST_TESTS := 2x2x2 or fp16 or virtual or experts or broken
+
 help:
 	@echo "make demo        train, kill, resume and compare, bit for bit (3 to 5 minutes on 2 cores)"
 	@echo "make test        the tests"
+	@echo "make test-oldest the heart of them, with the oldest megatron-core that is supported"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench-data  how long the sampler takes to its first batch"
 	@echo "make clean       remove what the others made, .venv included"
@@ -34,6 +40,9 @@ demo: $(READY)
 test: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q $(TESTS)
 
+test-oldest: $(OLDEST_READY)
+	CUDA_VISIBLE_DEVICES= $(OLDEST)/bin/python -m pytest -q tests/test_exact_resume.py -k '$(OLDEST_TESTS)'
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +52,7 @@ bench-data: $(READY)
 	$(BIN)/python benchmarks/bench_data.py
 
 clean:
-	rm -rf .venv demo-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) demo-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Made once, and again only when what it installs has changed. A torch that is already in .venv is kept as it is.
 $(READY): setup.py Makefile
@@ -61,4 +70,12 @@ $(READY): setup.py Makefile
 	fi
 	@echo "installing megaresume and its tools into .venv"
 	$(PIP) '$(MEGATRON)' --editable '.[demo,test,lint]'
+	@touch $@
+
+$(OLDEST_READY): $(READY)
+	@echo "installing megatron-core 0.14.0 into $(OLDEST)"
+	@$(BIN)/python -m venv $(OLDEST)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	@$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps 'megatron-core==0.14.0'
 	@touch $@
