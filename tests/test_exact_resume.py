@@ -1,6 +1,8 @@
-"""Resuming on the same topology gives back every bit: all state on every rank, what is drawn next, and the steps that follow.
+"""Resuming on the same topology gives back every bit: all state on every rank, what is drawn next, and the steps that
+follow.
 
-Real megatron-core runs on gloo ranks. Also shown by counting: what a save sends, what its files cover, what a load opens.
+Real megatron-core runs on gloo ranks. Also shown by counting: what a save sends, what its files cover, what a load
+opens.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ CONFIGS = {
 
 
 def whole_cut_and_resumed(config: SmallModel, root: Path) -> dict[str, Outcome]:
-    """On a rank: the uninterrupted run, the cut one, its resume on fresh objects, and one on objects that trained on."""
+    """On a rank: the uninterrupted run, the cut one, its resume on fresh objects, and one on objects that trained
+    on."""
     outcomes = {"whole": harness.train(config, root / "whole", STEPS)}
     cut = start(config)
     go_on(cut, root / "cut", STEPS, crash_at=CRASH_AT, save_every=SAVE_EVERY)
@@ -179,9 +182,15 @@ def restore_weights_only(config: SmallModel, root: Path) -> tuple[dict[str, str]
         "progress": (progress.global_step, progress.consumed_train_samples),
         "weights": differences(weights, {name: restored[name] for name in weights}),
         "masters": masters_follow_weights(fresh),
-        "optimizer states": sum(len(o.state_maps[""]) for o in describe(fresh.run.chunks, fresh.run.optimizer).optimizers),
+        "optimizer states": sum(
+            len(o.state_maps[""]) for o in describe(fresh.run.chunks, fresh.run.optimizer).optimizers
+        ),
     }
-    kept = {name: value for name, value in untouched.items() if name.startswith(("rng/", "next draws", "scheduler", "sampler"))}
+    kept = {
+        name: value
+        for name, value in untouched.items()
+        if name.startswith(("rng/", "next draws", "scheduler", "sampler"))
+    }
     return kept, {name: restored[name] for name in kept}, facts
 
 
@@ -253,14 +262,20 @@ def save_and_load_counted(config: SmallModel, root: Path) -> dict[str, Any]:
     fresh = start(config)
     with harness.open_manager(fresh, root) as manager, opened_shards() as opened:
         manager.resume()
-    return {"in a step": len(in_a_step), "in a save": in_a_save, "opened": sorted({n for n in opened if n.endswith(shard_suffix())})}
+    return {
+        "in a step": len(in_a_step),
+        "in a save": in_a_save,
+        "opened": sorted({n for n in opened if n.endswith(shard_suffix())}),
+    }
 
 
 def shard_suffix() -> str:
     return ".safetensors"
 
 
-@pytest.mark.parametrize("config", [SmallModel(tp=2, pp=2, dp=2), SmallModel(pp=2, dp=4, ep=2, moe=True)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "config", [SmallModel(tp=2, pp=2, dp=2), SmallModel(pp=2, dp=4, ep=2, moe=True)], ids=["dense", "experts"]
+)
 def test_what_a_save_sends_and_covers_and_what_a_load_opens(ranks: Ranks, tmp_path: Path, config: SmallModel) -> None:
     counted = ranks.run(save_and_load_counted, config, tmp_path, world_size=config.world_size)
     assert all(each["in a step"] > 0 for each in counted), "the counter counts nothing"
@@ -272,7 +287,8 @@ def test_what_a_save_sends_and_covers_and_what_a_load_opens(ranks: Ranks, tmp_pa
 
 
 def assert_covered_once_per_replica(checkpoint: Path) -> None:
-    """Weights, masters and moments of each model-parallel part: the ranks' ranges join to the whole, without gap or overlap."""
+    """Weights, masters and moments of each model-parallel part: the ranks' ranges join to the whole, without gap or
+    overlap."""
     ranges: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
     sizes: dict[tuple[str, str, str], int] = {}
     for path in checkpoint.glob("*.safetensors"):
