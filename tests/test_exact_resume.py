@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megaresume import resume_from_checkpoint
 from megaresume.megatron.live import describe
 from megaresume.state import rank_state
-from megaresume.store import fs, shard
+from megaresume.store import fs, layout, shard
 from tests import harness
 from tests.harness import Loop, Outcome, assert_continues, differences, digest, go_on, start
 from tests.ranks import Ranks
@@ -106,7 +106,7 @@ def test_an_optimizer_that_never_stepped_is_restored_as_such(ranks: Ranks, tmp_p
         assert not differences(before, after)
 
 
-# --- comparisons that can fail ------------------------------------------------------------------------------------------------------
+# --- comparisons that can fail ----------------------------------------------------------------------------------------
 
 
 def off_by_one_moment(loop: Loop) -> None:
@@ -154,7 +154,7 @@ def test_each_broken_restore_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
             assert_continues(broken, whole)
 
 
-# --- weights alone ------------------------------------------------------------------------------------------------------------------
+# --- weights alone ----------------------------------------------------------------------------------------------------
 
 
 def masters_follow_weights(loop: Loop) -> bool:
@@ -201,7 +201,7 @@ def test_weights_only_takes_weights_and_refreshes_masters(ranks: Ranks, tmp_path
         assert not differences(kept, after)
 
 
-# --- by counting --------------------------------------------------------------------------------------------------------------------
+# --- by counting ------------------------------------------------------------------------------------------------------
 
 COLLECTIVES = [
     name
@@ -265,12 +265,8 @@ def save_and_load_counted(config: SmallModel, root: Path) -> dict[str, Any]:
     return {
         "in a step": len(in_a_step),
         "in a save": in_a_save,
-        "opened": sorted({n for n in opened if n.endswith(shard_suffix())}),
+        "opened": sorted({n for n in opened if n.endswith(layout.SHARD_SUFFIX)}),
     }
-
-
-def shard_suffix() -> str:
-    return ".safetensors"
 
 
 @pytest.mark.parametrize(
