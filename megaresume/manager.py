@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from megaresume import restoring, saving
 from megaresume.errors import (
@@ -23,25 +24,51 @@ from megaresume.errors import (
     MegaresumeError,
     PoisonedError,
     ReplayDivergedError,
+    SaveError,
+    SupersededError,
 )
 from megaresume.job import read_job
 from megaresume.journal import Journal
-from megaresume.megatron.parallel import reports_loss, update_microbatches
-from megaresume.resume_request import Choice, choose, is_uri, parse_request
-from megaresume.run_objects import TRAIN, agree_on_shape, find_place, gather_objects
+from megaresume.megatron.optimizers import before_each_step
+from megaresume.megatron.parallel import reports_loss
+from megaresume.resume_request import Choice, Request, choose, is_uri, parse_request
+from megaresume.run_objects import TRAIN, RunObjects, Shared, agree_on_shape, find_place, gather_objects
 from megaresume.status import StatusWord
 from megaresume.stop import StopSignals
+from megaresume.state.staging import Staging
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, claim_attempt
 from megaresume.store.commit import SaveReport
-from megaresume.store.control import DEFAULT_TIMEOUT_S, open_control_plane
+from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane, open_control_plane
+from megaresume.store.references import Source
 from megaresume.store.retention import prune, remove_leftovers
 from megaresume.store.rootcheck import check_root
+from megaresume.store.writer import Outcome, Writer
+from megaresume.watch import Watch, describe_job, tell_supervisor
 
 if TYPE_CHECKING:
     from megaresume.data.sampler import DataParallelBatchSampler
 
 logger = logging.getLogger("megaresume")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _tells(
+    method: Callable[Concatenate[ResumeManager, _Arguments], _Result],
+) -> Callable[Concatenate[ResumeManager, _Arguments], _Result]:
+    """A supervisor has to know a refusal from a crash, also where the error comes before or after the `with` block."""
+
+    @wraps(method)
+    def told(self: ResumeManager, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    return told
 
 
 @dataclass(frozen=True)
@@ -49,7 +76,7 @@ class ResumeReport:
     """What `resume()` did, on every rank the same.
 
     path, step: the checkpoint that was restored and the step to go on from; None and 0 for a fresh start.
-    consumed_train_samples, epoch, learning_rate: where the run stands now; None without a sampler, or without an optimizer.
+    consumed_train_samples, epoch, learning_rate: where the run stands now; None without a sampler or an optimizer.
     passed: (name, reason) of each newer checkpoint that was passed over.
     changes: what differs from the checkpoint on purpose; the replay audit is off where there are any.
     notes, left_out: one line for each difference that was settled, and for each part that was not restored.
@@ -79,6 +106,9 @@ class ResumeManager:
         data: samplers by name; "train" is counted by `end_step`, others by `advance`.
         save_every: steps between saves; None saves only on `save()`, on a stop and at the end.
         keep_last: number of newest checkpoints that a save leaves; None keeps all.
+        async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one copy of this
+            rank's state into memory that is kept for it. False: it waits for the commit, and needs no memory.
+        max_failed_saves: so many of these in a row may fail; then `end_step` raises. Each is in the log and in events.jsonl.
         register: objects of your own that resume too, by name: tensors, generators, dicts of tensors, or objects with a `state_dict`.
             Every rank saves and gets back its own.
         extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be changed.
@@ -91,14 +121,20 @@ class ResumeManager:
         override_opt_param_scheduler: this run's learning rates, weight decays and schedule win over the checkpoint's
             (Megatron's argument of this name). Default: what the scheduler was built with.
         allow_data_change: settings of the data that may differ from the checkpoint's, such as {"global_batch_size"}.
+        allow_model_change: facts of the model that may differ, by the names they have in the table of a refusal.
         stop_signals: names of signals that ask for a save and a stop.
+        job_end: when this job will be killed, in Unix seconds, where neither SLURM_JOB_END_TIME nor squeue says
+            it; the run then saves and stops in time by itself.
         topology_axes: sizes of parallel axes megaresume does not know, to be recorded and compared.
         timeout_s: how long any rank waits for another's answer before it is named in an error.
+        shared: what this manager shares with others of its process (AdapterManager's have one each per adapter), which then
+            closes it; `model` is then the RunObjects.
 
     Collective over all ranks: construction, `resume`, `end_step`, `poll`, `save`, `close`. Construct it after model parallelism, model
     and optimizer.
     """
 
+    @_tells
     def __init__(
         self,
         root: str | PathLike[str],
@@ -109,6 +145,8 @@ class ResumeManager:
         data: Mapping[str, DataParallelBatchSampler] | None = None,
         save_every: int | None = None,
         keep_last: int | None = None,
+        async_save: bool = True,
+        max_failed_saves: int = 2,
         register: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         resume_from: int | str | PathLike[str] | None = None,
@@ -119,15 +157,20 @@ class ResumeManager:
         load_rng: bool = True,
         override_opt_param_scheduler: bool | None = None,
         allow_data_change: AbstractSet[str] = frozenset(),
+        allow_model_change: AbstractSet[str] = frozenset(),
         stop_signals: Iterable[str] = ("SIGTERM", "SIGUSR1"),
+        job_end: float | None = None,
         topology_axes: Mapping[str, int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared: Shared | None = None,
     ) -> None:
-        for name, value in (("save_every", save_every), ("keep_last", keep_last)):
+        counts = {"save_every": save_every, "keep_last": keep_last, "max_failed_saves": max_failed_saves}
+        for name, value in counts.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigurationError(f"{name} must be a whole number of at least 1 or None, found {value!r}")
         _check_choice("replay", replay, ("report", "raise"))
         _check_choice("verify", verify, ("load", "first", "none"))
+        StopSignals(stop_signals)  # a wrong name is every rank's error, before any of them is spoken to
         if is_uri(root):
             raise ConfigurationError(
                 f"root {str(root)!r} is a URI; checkpoints are written to local or mounted directories"
@@ -136,9 +179,12 @@ class ResumeManager:
         self.extra: dict[str, Any] = dict(extra or {})
         self.step = 0
         self.should_stop = False
-        self._objects = gather_objects(
-            model=model, optimizer=optimizer, scheduler=scheduler, data=data, register=register
+        self._objects = (
+            model
+            if isinstance(model, RunObjects)
+            else gather_objects(model=model, optimizer=optimizer, scheduler=scheduler, data=data, register=register)
         )
+        scheduler = self._objects.scheduler
         self._save_every, self._keep_last, self._save_rng = save_every, keep_last, save_rng
         self._request, self._start_fresh, self._replay_rule = parse_request(resume_from), start_fresh, replay
         override = override_opt_param_scheduler
@@ -148,27 +194,45 @@ class ResumeManager:
             load_rng=load_rng,
             override_opt_param_scheduler=override,
             allow_data_change=frozenset(allow_data_change),
+            allow_model_change=frozenset(allow_model_change),
             verify=verify,
         )
-        self._place = find_place(topology_axes)
-        self._control = open_control_plane(timeout_s=timeout_s, label=self._place.stem)
+        self._shared = shared is not None
+        self._place = find_place(topology_axes) if shared is None else shared.place
+        self._control = (
+            open_control_plane(timeout_s=timeout_s, label=self._place.stem) if shared is None else shared.control
+        )
         check_root(self.root, control=self._control)
         self._shape = agree_on_shape(self._control, self._place, self._objects)
-        self._signals = StopSignals(stop_signals)
-        self._signals.install()
+        self._watch = (
+            Watch(rank=self._place.rank, stop_signals=stop_signals, job_end=job_end) if shared is None else shared.watch
+        )
         self._word = StatusWord()
         self._attempt: Attempt | None = None
         self._journal: Journal | None = None
         self._samples_without_sampler = 0
         self._skipped_samples = 0
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # of the save begun last
+        self._committed_step: int | None = None  # of the one known to have succeeded
+        self._frozen: dict[str, Source] = {}  # where weights that are not trained lie already
+        self._staging = Staging() if async_save else None
+        self._hooks: list[Any] | None = None
+        if self._staging is not None:
+            self._hooks = before_each_step(self._objects.optimizer, self._staging.fence)
+        self._writer = Writer()
+        self._max_failed_saves, self._failed_saves = max_failed_saves, 0
+        self._posted_save = self._heard_save = 0  # numbers of saves: begun when the last word was posted, outcome known
+        self._save_failed_somewhere = False
+        self._writer_control = self._connect_writer()
         self._scheduler_position = _position_of(scheduler)
         self._unlogged: dict[str, Any] | None = None
         self._poisoned: str | None = None
+        self._no_time_to_save = False
         self._closed = False
 
     # --- resuming ---------------------------------------------------------------------------------------------------------------
 
+    @_tells
     def resume(self, *, weights_only: bool = False, skip_data: bool = True) -> ResumeReport:
         """Restore the checkpoint that `resume_from` asks for, or start fresh where nothing was committed yet. Once, before training.
 
@@ -195,11 +259,17 @@ class ResumeManager:
         for name, reason in report.passed:
             self._say(f"passed over {name}: {reason}")
         self._open_journal(report, time.monotonic() - started)
+        self._watch.resumed(self.root / layout.EVENTS, self.step)
+        # Whoever was asked to stop while it started up need not train a step first.
+        asked = self._control.together("look for a stop request", self._watch.wanted)
+        if self._control.announce("stop before the first step", asked is not None and any(asked)):
+            self._say(f"a stop was asked for during the start ({self._watch.wanted() or 'on another rank'})")
+            self.should_stop = True
         return report
 
     def _begin(self, choice: Choice) -> ResumeReport:
         self._claim(start_step=0, resumed_from=None, changes=(), root_id=None)
-        self._say(f"{self.root}: fresh start at step 0")
+        self._say(f"{self.root}: fresh start at step 0{describe_job()}")
         return self._report(passed=choice.passed_since(0))
 
     def _report(self, **fields: Any) -> ResumeReport:
@@ -243,6 +313,8 @@ class ResumeManager:
             self._skipped_samples = state.skipped_train_samples
             self._samples_without_sampler = state.consumed_train_samples if skip_data else 0
         own = restored.path.parent.resolve() == self.root.resolve()
+        if own:
+            self._frozen.update(restored.frozen)
         self._claim(
             start_step=self.step,
             resumed_from=(manifest.attempt, manifest.step) if own else None,
@@ -250,12 +322,13 @@ class ResumeManager:
             # Of another root, the checkpoint has an id that this one must not share: its own will have the same numbers.
             root_id=manifest.root_id if own else None,
         )
-        self._saved_step = self.step if own and not restored.changes else None
+        self._saved_step = self._committed_step = self.step if own and not restored.changes else None
         self._scheduler_position = _position_of(self._objects.scheduler)
         for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
             self._say(line)
         self._say(
             f"resumed from {restored.path}: step {self.step}, {self._consumed()} samples consumed, in {restored.seconds:.1f} s"
+            f"{describe_job()}"
         )
         return self._report(
             path=restored.path,
@@ -327,14 +400,16 @@ class ResumeManager:
         grad_norm: as the optimizer returned it. skipped: the optimizer skipped the update (fp16 overflow); the step still counts.
         samples: size of the global batch, only where no "train" sampler was given.
 
-        Collective (one asynchronous reduction of three numbers). Raises SaveError on all ranks where a save that was due failed:
-        the step is counted, earlier checkpoints are whole, and training may go on.
+        Collective (one asynchronous reduction of five numbers). Raises SaveError on all ranks where `max_failed_saves` in a row
+        have failed (with async_save=False: where the save that was due failed): the step is counted, earlier checkpoints are whole,
+        and training may go on.
         """
         self._guard(started=True)
         self._check_scheduler(skipped)
         stop = self._take_word()
         size = self._count_samples(samples)
         self.step += 1
+        self._watch.step_ended(self.step)
         self._skipped_samples += size if skipped else 0
         self._unlogged = {
             "step": self.step,
@@ -343,10 +418,13 @@ class ResumeManager:
             "consumed_train_samples": self._consumed(),
         }
         self._post_word(float(loss) if loss is not None and reports_loss() else None)
+        self._hear_of_save()
         if stop:
             self._stop()
         elif self._save_every is not None and self.step % self._save_every == 0:
-            self.save()
+            self._save_behind()
+        else:
+            self._prepare_staging()
 
     def advance(self, name: str, batches: int = 1) -> int:
         """Count `batches` global batches read from the sampler called `name` (validation, mostly); returns their samples."""
@@ -364,46 +442,46 @@ class ResumeManager:
         Collective, and unlike `end_step` it waits for the slowest rank.
         """
         self._guard(started=True)
+        self._watch.beat(f"polled after step {self.step}")
         stop = self._take_word()
         self._post_word(None)
         if (self._take_word() or stop) and not self.should_stop:
             self._stop()
         return self.should_stop
 
+    def settle(self) -> bool:
+        """Log the last finished step, once all ranks have said their word on it, and return whether any wants to stop.
+
+        The next `end_step` does it too; who trains something else in between calls this. Collective.
+        """
+        return self._take_word()
+
     def save(self) -> Path:
         """Save this step now; returns the checkpoint's directory, committed, on every rank. Does nothing where it is saved already.
+        Waits for a save that is still being written behind the training.
 
         Collective; no tensor moves between ranks. Raises SaveError on all ranks; the root is then as it was.
         """
         self._guard(started=True)
+        self._finish_save()
         if self._saved_step == self.step:
             return self.root / layout.step_directory(self.step)
         stop = self._take_word()
-        if self._journal is not None:
-            self._journal.sync()
         try:
-            report = saving.save(
-                self.root,
-                control=self._control,
-                place=self._place,
-                shape=self._shape,
-                objects=self._objects,
-                attempt=self._current(),
-                counters=saving.Counters(
-                    self.step, self._consumed(), self._skipped_samples, self._healthy(), self.extra
-                ),
-                save_rng=self._save_rng,
+            collected = saving.collect(
+                self._target(), self._objects, self._counters(), save_rng=self._save_rng, staging=None
             )
+            report = saving.save(self._target(), collected, step=self.step, control=self._control)
         except Exception as error:
-            if self._journal is not None:
-                self._journal.event("save_failed", step=self.step, error=str(error))
+            self._record_failure(self.step, error)
             raise
         self._saved_step = self.step
-        self._after_save(report)
+        self._after_save(self.step, report)
         if stop:
             self.should_stop = True
         return report.path
 
+    @_tells
     def close(self) -> None:
         """Save what is not saved yet and let go of signals and files. Collective; leaving the `with` block without an error calls it."""
         if self._closed:
@@ -411,9 +489,14 @@ class ResumeManager:
         try:
             if self._attempt is not None and self._poisoned is None:
                 self._take_word()
-                if self.step != self._saved_step and self.step > 0:
+                self._finish_save()
+                if self.step != self._saved_step and self.step > 0 and not self._no_time_to_save:
                     self.save()
+            if self._shared:
+                return
             self._control.close()
+            if self._attempt is not None and self._poisoned is None:
+                self._watch.ended(stopped=self.should_stop, step=self.step)
         finally:
             self._release()
 
@@ -426,8 +509,17 @@ class ResumeManager:
         if error is None:
             self.close()
         else:
-            # The other ranks may be gone or elsewhere: nothing collective can be done any more.
+            # The other ranks may be gone or elsewhere: nothing collective can be done any more. What is being written on all of
+            # them is another matter: it is waited for, with the deadlines of the control plane.
+            self._tell(error)  # before the wait, in which a launcher may kill this process
+            outcome = self._writer.take(wait=True)
+            if outcome is not None and outcome.report is not None:
+                self._after_save(outcome.step, outcome.report)
+            elif outcome is not None and outcome.error is not None:
+                self._record_failure(outcome.step, outcome.error)
             self._release()
+            if outcome is not None and outcome.error is not None and isinstance(error, SystemExit) and not error.code:
+                raise outcome.error
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
@@ -462,7 +554,7 @@ class ResumeManager:
         else:
             size = samples or 0
             self._samples_without_sampler += size
-        update_microbatches(self._consumed())
+        self._objects.count(self._consumed())
         return size
 
     def _check_scheduler(self, skipped: bool) -> None:
@@ -477,7 +569,10 @@ class ResumeManager:
 
     def _post_word(self, loss: float | None) -> None:
         diverged = self._journal is not None and self._journal.diverged
-        self._word.post(stop=self._signals.received is not None, diverged=diverged, loss=loss)
+        self._posted_save = self._writer.started
+        self._word.post(
+            stop=self._watch.wanted() is not None, diverged=diverged, save_failed=self._writer.failed(), loss=loss
+        )
 
     def _take_word(self) -> bool:
         """Read the word posted last, log the step it belongs to, and say whether any rank wants to stop."""
@@ -486,7 +581,9 @@ class ResumeManager:
             return False
         if self._journal is not None and self._unlogged is not None:
             self._journal.record(loss=word.loss, **self._unlogged)
+            self._watch.progress(step=self._unlogged["step"], loss=word.loss, saved_step=self._saved_step)
         self._unlogged = None
+        self._save_failed_somewhere = word.save_failed and self._posted_save > self._heard_save
         if word.diverged and self._replay_rule == "raise":
             raise ReplayDivergedError(
                 f"steps trained again after the resume are not those in {self.root / layout.STEP_LOG}; the first difference is in the "
@@ -498,33 +595,151 @@ class ResumeManager:
         return None if self._journal is None else self._journal.healthy
 
     def _stop(self) -> None:
-        self._say(f"a stop was asked for ({self._signals.received or 'on another rank'}): saving step {self.step}")
-        self.save()
+        why = self._watch.wanted() or "on another rank"
+        recent = self._committed_step is not None and self.step - self._committed_step <= (self._save_every or 0)
+        if self._control.decide("is there time to save", lambda: self._watch.worth_saving(recent=recent)):
+            self._say(f"a stop was asked for ({why}): saving step {self.step}")
+            self.save()
+        else:
+            self._no_time_to_save = True
+            self._say(f"a stop was asked for ({why}): no save of step {self.step}, which could not be finished in time")
         self.should_stop = True
 
-    def _after_save(self, report: SaveReport) -> None:
+    # --- saves behind the training ------------------------------------------------------------------------------------------------
+
+    def _connect_writer(self) -> ControlPlane:
+        """A control plane for the writer's thread. Made for synchronous saves too: all managers are then alike."""
+        if self._shared:
+            return self._control  # many managers, none of which writes behind the training: no connections for each
+        box: list[ControlPlane] = []
+        self._control.together("connect the writer", lambda: box.append(self._control.another()))
+        return box[0]
+
+    def _target(self) -> saving.Target:
+        attempt = self._current()
+
+        def before_commit() -> None:
+            if self._journal is not None:
+                self._journal.sync()
+
+        def after_commit() -> None:
+            if self._keep_last is not None:
+                try:
+                    prune(self.root, keep_last=self._keep_last, attempt=attempt.attempt)
+                except MegaresumeError as error:
+                    # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.
+                    logger.warning("no old checkpoint was removed: %s", error)
+
+        return saving.Target(self.root, self._place, self._shape, attempt, before_commit, after_commit, self._frozen)
+
+    def _counters(self) -> saving.Counters:
+        return saving.Counters(self.step, self._consumed(), self._skipped_samples, self._healthy(), self.extra)
+
+    def _save_behind(self) -> None:
+        """Copy this step's state and begin to write it, once the save before is done with."""
+        if self._staging is None:
+            self.save()
+            return
+        error = self._finish_save()
+        if error is not None:
+            self._raise_if_too_many(error)
+        if self._saved_step == self.step:
+            return
+        target, control, step = self._target(), self._writer_control, self.step
+        collected = saving.collect(
+            target, self._objects, self._counters(), save_rng=self._save_rng, staging=self._staging
+        )
+
+        def save() -> SaveReport:
+            report = saving.save(target, collected, step=step, control=control)
+            control.until_heard(f"save step {step}")
+            return report
+
+        if self._hooks is None:
+            self._staging.fence()
+        self._writer.start(step, save)
+        self._saved_step = step
+
+    def _prepare_staging(self) -> None:
+        """Have the memory for the first save made ready while the second step is trained: only now is the state complete."""
+        if self._staging is not None and self._save_every is not None and not self._staging.size:
+            try:
+                self._staging.prepare(saving.storable(self._objects))
+            except MegaresumeError as error:
+                logger.warning("no memory made ready for the first save: %s", error)  # the save will say so too
+
+    def _hear_of_save(self) -> None:
+        """Take in what has become of the save behind the training: a success when it is there, a failure when the status word says
+        so, which is at the same step on all ranks."""
+        if self._save_failed_somewhere:
+            self._save_failed_somewhere = False
+            error = self._finish_save() or SaveError("a save failed on another rank; its log says why")
+            self._raise_if_too_many(error)
+        elif not self._writer.failed():
+            self._take_in(self._writer.take(wait=False))
+
+    def _finish_save(self) -> MegaresumeError | None:
+        """Wait for the save behind the training, if one is under way; returns its error."""
+        return self._take_in(self._writer.take(wait=True))
+
+    def _take_in(self, outcome: Outcome | None) -> MegaresumeError | None:
+        if outcome is None:
+            return None
+        self._heard_save = outcome.number
+        if outcome.report is not None:
+            self._after_save(outcome.step, outcome.report)
+        elif outcome.error is not None:
+            self._failed_saves += 1
+            if self._saved_step == outcome.step:
+                self._saved_step = self._committed_step
+            self._record_failure(outcome.step, outcome.error)
+        return outcome.error
+
+    def _raise_if_too_many(self, error: MegaresumeError) -> None:
+        # What is no failed write (an orphan, a state that cannot be captured) will not be better the next time.
+        if (
+            self._failed_saves >= self._max_failed_saves
+            or isinstance(error, SupersededError)
+            or not isinstance(error, SaveError)
+        ):
+            raise error
+        self._say(f"training goes on after {self._failed_saves} failed of at most {self._max_failed_saves} saves in a row")
+
+    def _record_failure(self, step: int, error: Exception) -> None:
+        if self._journal is not None:
+            self._journal.event("save_failed", step=step, error=str(error))
+
+    def _after_save(self, step: int, report: SaveReport) -> None:
+        self._failed_saves, self._committed_step = 0, step
+        self._watch.saved(report.seconds, step)
         if self._place.rank != 0 or self._journal is None:
             return
-        self._journal.event(
-            "save", step=self.step, path=report.path.name, bytes=report.bytes_written, seconds=report.seconds
-        )
+        self._journal.event("save", step=step, path=report.path.name, bytes=report.bytes_written, seconds=report.seconds)
         self._say(f"saved {report.path.name}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.2f} s")
-        if self._keep_last is not None:
-            try:
-                prune(self.root, keep_last=self._keep_last, attempt=self._current().attempt)
-            except MegaresumeError as error:
-                # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.
-                logger.warning("no old checkpoint was removed: %s", error)
+    def _tell(self, error: BaseException) -> None:
+        # Any attribute may be missing still: this may be an error of the constructor.
+        request: Request | None = getattr(self, "_request", None)
+        looked = request is not None and request.kind in ("auto", "latest")
+        tell_supervisor(
+            error, step=getattr(self, "step", None), had_committed=looked and (self.root / layout.LATEST).exists()
+        )
 
     def _release(self) -> None:
         self._closed = True
-        self._signals.restore()
+        watch = getattr(self, "_watch", None)  # an error during construction may come first
+        if watch is not None and not self._shared:
+            watch.release()
+        writer = getattr(self, "_writer", None)
+        if writer is not None:
+            writer.close()
+        for hook in getattr(self, "_hooks", None) or ():
+            hook.remove()
         if self._journal is not None:
             self._journal.close()
 
     def _say(self, line: str) -> None:
         if self._place.rank == 0:
-            logger.info(line)
+            logger.info("%s%s", f"adapter {self.root.name}: " if self._shared else "", line)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """How a run ended, in one word with an exit code, and the file that carries it from the ranks to whoever started them.
 
-Exit codes get lost on the way (torchrun gives 1 after a clean stop, a shell can lose the code of `wait`), so the file is
-what counts. Knows no torch, no Slurm, and not what anyone does about an outcome.
+Exit codes get lost on the way (torchrun gives 1 after a clean stop, a shell can lose the code of `wait`), so the file
+is what counts. Knows no torch, no Slurm, and not what anyone does about it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MAX_REASON = 4000
 
 @dataclass(frozen=True)
 class Status:
-    """`outcome` is one of the words above; `step` the last finished one, `time` in Unix seconds, `rank` who wrote it."""
+    """`outcome` is one of the words above, `step` the last finished one, `time` in Unix seconds, `rank` the writer."""
 
     outcome: str
     reason: str
@@ -64,8 +64,11 @@ class Status:
 
 
 def outcome_of(error: BaseException, *, had_committed: bool = False) -> str:
-    """The word for a run that ends with this error; `had_committed`: its root had checkpoints, none of them named by the
-    user, so that finding none means they cannot be read."""
+    """The word for a run that ends with this error.
+
+    `had_committed`: its root had checkpoints and the user named none of them, so that finding none means that they
+    cannot be read.
+    """
     if isinstance(error, CheckpointNotFoundError) and had_committed:
         return DAMAGED
     if isinstance(error, _REFUSALS):
@@ -74,8 +77,11 @@ def outcome_of(error: BaseException, *, had_committed: bool = False) -> str:
 
 
 def write_status(path: Path, outcome: str, reason: str, *, step: int | None, rank: int = 0) -> None:
-    """Put the status at `path`. The first failure stays, for those of other ranks follow from it; "finished" and "stopped"
-    are known only when all is saved, and win. What cannot be written is said in the log and raises nothing."""
+    """Put the status at `path`. Raises nothing: what cannot be written is said in the log.
+
+    The first failure stays, for those of other ranks follow from it; "finished" and "stopped" are known only when all
+    is saved, and win.
+    """
     good = outcome in (FINISHED, STOPPED)
     if not good and os.path.lexists(path):
         return

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from megaresume.errors import (
     CheckpointDamagedError,
@@ -22,17 +24,28 @@ from megaresume.errors import (
     StateMismatchError,
     TopologyMismatchError,
 )
-from megaresume.megatron.parallel import update_microbatches
 from megaresume.run_objects import TRAIN, Place, RunObjects
 from megaresume.state import trainer_state
-from megaresume.state.rank_state import RestorePlan, plan_restore
+from megaresume.state.economy import sources_in
+from megaresume.state.rank_state import RestorePlan, check_form, plan_restore
 from megaresume.state.scheduler import restore_scheduler, scheduler_differences, scheduler_mismatches
-from megaresume.state.tensors import sink_into
+from megaresume.state.tensors import page_locked_chunk, sink_rounding_into, targets_for
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
 from megaresume.store.control import ControlPlane
-from megaresume.store.manifest import Manifest, parse_manifest, read_trainer_state
-from megaresume.store.shard import ShardHeader, ShardIdentity, check_identity, read_header, stream_tensors, verify_shard
+from megaresume.store.manifest import Manifest, Reference, parse_manifest, read_trainer_state
+from megaresume.store.references import Source, locate
+from megaresume.store.shard import (
+    CHUNK_BYTES,
+    ShardHeader,
+    ShardIdentity,
+    ShardRecord,
+    Target,
+    check_identity,
+    read_header,
+    stream_tensors,
+    verify_shard,
+)
 from megaresume.topology import RunShape, Topology, compare, format_differences
 
 logger = logging.getLogger("megaresume.restoring")
@@ -52,6 +65,7 @@ class Options:
     load_rng: bool = True
     override_opt_param_scheduler: bool = False
     allow_data_change: AbstractSet[str] = frozenset()
+    allow_model_change: AbstractSet[str] = frozenset()
     verify: str = "load"
 
 
@@ -68,6 +82,8 @@ class Restored:
     passed: tuple[tuple[str, str], ...]
     bytes_read: int
     seconds: float
+    frozen: Mapping[str, Source]
+    """Where this rank's weights that are not trained lie, for saves to refer to."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,17 @@ class _Prepared:
     manifest: Manifest
     data_changes: tuple[str, ...]
     notes: tuple[str, ...]
+    model_changes: tuple[str, ...] = ()
+    elsewhere: tuple[_Elsewhere, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A file of an earlier checkpoint in which frozen weights of this one lie."""
+
+    header: ShardHeader
+    shard: Path
+    destinations: Mapping[str, torch.Tensor]
 
 
 def restore_first_valid(
@@ -137,6 +164,7 @@ def restore_first_valid(
             passed=tuple(passed),
             bytes_read=prepared.header.size,
             seconds=time.monotonic() - started,
+            frozen=_frozen_in(prepared),
         )
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed)
     if overwritten is not None:
@@ -152,19 +180,30 @@ def _prepare(
     path: Path, control: ControlPlane, place: Place, shape: RunShape, objects: RunObjects, options: Options
 ) -> _Prepared:
     box: list[_Prepared] = []
-    control.together(f"check {path.name}", lambda: _check_topology(path, shape))
+    allowed: list[str] = []
+    control.together(
+        f"check {path.name}", lambda: allowed.extend(_check_topology(path, shape, objects, options.allow_model_change))
+    )
+    objects.admit(path, control)
     control.together(f"check {path.name}", lambda: box.append(_check_own_files(path, place, objects, options)))
-    return box[0]
+    prepared = box[0]
+    return replace(prepared, model_changes=tuple(allowed), notes=(*allowed, *prepared.notes))
 
 
-def _check_topology(path: Path, shape: RunShape) -> None:
+def _check_topology(path: Path, shape: RunShape, objects: RunObjects, allow: AbstractSet[str]) -> list[str]:
+    """A line for each difference that is allowed; any other is raised."""
     manifest = parse_manifest(path / layout.MANIFEST)
     saved = RunShape(Topology.from_json(manifest.topology, source=str(path / layout.MANIFEST)), manifest.model)
     differences = compare(saved, shape)
-    if differences:
-        raise TopologyMismatchError(
-            f"{path} is of another layout or model than this run:\n{format_differences(differences)}"
-        )
+    refused = [each for each in differences if each.field not in allow]
+    if refused:
+        facts, own = {each.field.partition(".")[0] for each in refused}, objects.facts().keys()
+        kind = StateMismatchError if facts & own and facts <= shape.model.keys() else TopologyMismatchError
+        raise kind(f"{path} is of another layout or model than this run:\n{format_differences(refused)}")
+    return [
+        f"{each.field} is {each.checkpoint} in the checkpoint, {each.this_run} in this run, which was allowed"
+        for each in differences
+    ]
 
 
 def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Options) -> _Prepared:
@@ -195,6 +234,7 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
         raise FormatError(
             f"{shard}: its index is not of the documented form ({type(error).__name__}: {error})"
         ) from error
+    elsewhere = _find_elsewhere(path, manifest, plan, verify_first=options.verify == "first")
     data_changes: tuple[str, ...] = ()
     if not options.weights_only:
         if problems := scheduler_mismatches(state.scheduler, objects.scheduler):
@@ -202,7 +242,39 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
         plan.differences += scheduler_differences(state.scheduler, objects.scheduler, keep_run_options=keep_run)
         if options.skip_data:
             data_changes = _check_data(state, objects, options, source)
-    return _Prepared(header, shard, plan, state, manifest, data_changes, (*plan.differences, *data_changes))
+    notes = (*plan.differences, *data_changes)
+    return _Prepared(header, shard, plan, state, manifest, data_changes, notes, elsewhere=elsewhere)
+
+
+def _find_elsewhere(
+    path: Path, manifest: Manifest, plan: RestorePlan, *, verify_first: bool
+) -> tuple[_Elsewhere, ...]:
+    """Open the files of earlier checkpoints that the plan needs tensors of, and check them as this rank's own."""
+    found = []
+    known = {(each.step, each.attempt, each.name): each for each in manifest.references}
+    for key, destinations in plan.elsewhere.items():
+        if key not in known:
+            raise FormatError(f"{path}: weights lie in {key[2]} of step {key[0]}, which the manifest does not refer to")
+        reference = known[key]
+        shard = locate(path.parent, reference, root_id=manifest.root_id)
+        header = read_header(shard, record=ShardRecord(reference.size, reference.header_digest))
+        coordinate = reference.name.removesuffix(layout.SHARD_SUFFIX)
+        check_identity(header, ShardIdentity(manifest.root_id, reference.attempt, reference.step, coordinate), shard)
+        check_form(destinations, header.tensors)
+        if verify_first:
+            stream_tensors(shard, header, dict.fromkeys(destinations, _into_nothing))
+        found.append(_Elsewhere(header, shard, destinations))
+    return tuple(found)
+
+
+def _into_nothing(offset: int, data: memoryview) -> None:
+    pass
+
+
+def _frozen_in(prepared: _Prepared) -> dict[str, Source]:
+    manifest, header = prepared.manifest, prepared.header
+    own = Reference(manifest.step, manifest.attempt, prepared.shard.name, header.size, header.digest)
+    return sources_in(header.index, own, manifest.references)
 
 
 def _read_state(path: Path, manifest: Manifest) -> TrainerState:
@@ -233,10 +305,17 @@ def _check_data(state: TrainerState, objects: RunObjects, options: Options, sour
 def _overwrite(prepared: _Prepared, control: ControlPlane, objects: RunObjects, options: Options) -> None:
     """Phase 2. Raises CheckpointDamagedError for bytes that were not written so, PoisonedError for all else that fails."""
     name = prepared.shard.parent.name
-    sinks = {tensor: sink_into(live) for tensor, live in prepared.plan.destinations.items()}
+    plan, verify = prepared.plan, options.verify != "none"
 
     def read() -> None:
-        stream_tensors(prepared.shard, prepared.header, sinks, verify=options.verify != "none")
+        scratch = page_locked_chunk(plan.destinations.values(), CHUNK_BYTES)
+        live: dict[str, Target] = targets_for(plan.destinations)
+        live |= {master: sink_rounding_into(weights) for master, weights in plan.rounded.items()}
+        for header, shard, targets in (
+            (prepared.header, prepared.shard, live),
+            *((each.header, each.shard, targets_for(each.destinations)) for each in prepared.elsewhere),
+        ):
+            stream_tensors(shard, header, targets, verify=verify, scratch=scratch)
 
     try:
         control.together(f"read {name}", read)
@@ -259,7 +338,7 @@ def _install(prepared: _Prepared, objects: RunObjects, options: Options) -> None
         for name, sampler in objects.data.items():
             sampler.load_state_dict(prepared.state.data[name], allow_data_change=options.allow_data_change)
         if TRAIN in objects.data:
-            update_microbatches(objects.data[TRAIN].consumed_samples)
+            objects.count(objects.data[TRAIN].consumed_samples)
     # Last: installing anything else may draw random numbers.
     prepared.plan.install()
 
@@ -270,6 +349,8 @@ def _changes(prepared: _Prepared, objects: RunObjects, options: Options) -> tupl
         changes.append("weights_only")
     if prepared.data_changes or (objects.data and not options.skip_data):
         changes.append("data")
+    if prepared.model_changes:
+        changes.append("model")
     if options.override_opt_param_scheduler and prepared.plan.differences:
         changes.append("lr")
     if not options.load_rng:

@@ -10,7 +10,13 @@ import torch
 
 from megaresume.errors import ConfigurationError
 from megaresume.megatron.live import describe, device_of, model_facts, rank_facts
-from megaresume.megatron.parallel import global_rank, read_coordinate, read_topology, world_size
+from megaresume.megatron.parallel import (
+    global_rank,
+    read_coordinate,
+    read_topology,
+    update_microbatches,
+    world_size,
+)
 from megaresume.megatron.rerun import rerun_state
 from megaresume.megatron.rng import random_streams
 from megaresume.state.description import Live
@@ -19,8 +25,11 @@ from megaresume.state.rng import Stream
 from megaresume.topology import Coordinate, RunShape, Topology, file_stem
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megaresume.data.sampler import DataParallelBatchSampler
     from megaresume.store.control import ControlPlane
+    from megaresume.watch import Watch
 
 TRAIN = "train"
 
@@ -43,6 +52,18 @@ class RunObjects:
     def streams(self) -> dict[str, Stream]:
         """This rank's random streams."""
         return random_streams(device_of(self.chunks))
+
+    def facts(self) -> dict[str, Any]:
+        """More facts, as JSON, that a checkpoint must share, besides those of every model."""
+        return {}
+
+    def admit(self, path: Path, control: ControlPlane) -> None:
+        """Ask more of a checkpoint than that its shape is the run's; raise to refuse it. Collective; nothing live is
+        touched."""
+
+    def count(self, consumed_train_samples: int) -> None:
+        """Tell megatron-core how many samples have been consumed."""
+        update_microbatches(consumed_train_samples)
 
     def learning_rate(self) -> float | None:
         """The learning rate of the first parameter group, as the optimizer holds it now."""
@@ -103,4 +124,14 @@ def agree_on_shape(control: ControlPlane, place: Place, objects: RunObjects) -> 
         "describe the model", lambda: {"pp": place.coordinate.pp, **rank_facts(objects.chunks, objects.describe())}
     )
     facts = None if answers is None else model_facts(answers, [answer["pp"] for answer in answers])
-    return RunShape(place.topology, control.announce("model facts", facts))
+    told = control.announce("model facts", None if facts is None else {**facts, **objects.facts()})
+    return RunShape(place.topology, told)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the managers of one process have in common where it has several, all used from one thread."""
+
+    place: Place
+    control: ControlPlane
+    watch: Watch

@@ -1,5 +1,5 @@
-"""Who may ask the run to stop: a signal to this rank, a stop file, the end of the job's time. Saving happens elsewhere, at a step
-boundary, on all ranks together.
+"""Who may ask the run to stop: a signal to this rank, a stop file, the end of the job's time. Saving happens elsewhere,
+at a step boundary, on all ranks together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_REASON = 200
 
 
 class StopSignals:
-    """Remembers which of the given signals has arrived in this process since `install`; `restore` gives the old handlers back."""
+    """Remembers which of the given signals has arrived in this process since `install`; `restore` undoes that."""
 
     def __init__(self, names: Iterable[str]) -> None:
         try:
@@ -72,7 +72,7 @@ class StopSources:
         self._next_look = 0.0
 
     def wanted(self) -> str | None:
-        """Why this rank should stop, for people; None where nobody has asked. Files are looked for at most once a second."""
+        """Why this rank should stop, for people; None where nobody has asked. Looks for files at most once a second."""
         if self._reason is None:
             self._reason = self._signals.received or self._look_for_files() or self._walltime()
         return self._reason
@@ -84,14 +84,15 @@ class StopSources:
         self._next_look = now + _LOOK_EVERY_S
         for path in self._files:
             if os.path.lexists(path):
-                return f"stop file {path}{_text_of(path)}"
+                return reason_in(path)
         return None
 
 
-def _text_of(path: Path) -> str:
+def reason_in(path: Path) -> str:
+    """What the stop file at `path` says; where it says nothing, its being there is what counts."""
     try:
         with path.open("rb") as file:
-            text = file.read(_MAX_REASON).decode("utf-8", "replace").strip()
+            text = " ".join(file.read(_MAX_REASON).decode("utf-8", "replace").split())
     except OSError:
-        return ""  # that the file is there is what counts
-    return f" ({text})" if text else ""
+        text = ""
+    return text or f"stop file {path}"

@@ -17,12 +17,12 @@ from megaresume import outcome
 
 logger = logging.getLogger("megaresume.supervised")
 
-# A file on this host, and one that all hosts see: when one of them is there, the run is to save and stop. Its text says why.
+# A file on this host, and one that all hosts see: when one is there, the run is to save and stop. Its text says why.
 STOP_FILE = "MEGARESUME_STOP_FILE"
 SHARED_STOP_FILE = "MEGARESUME_SHARED_STOP_FILE"
 STATUS_FILE = "MEGARESUME_STATUS_FILE"  # where the run says how it ended
 HEARTBEAT_FILE = "MEGARESUME_HEARTBEAT_FILE"  # on this host, rewritten while the run makes progress
-# Which start of the same job this is: counted from 0 within one supervisor, and how many were recorded in this root before.
+# Which start of the same job this is: from 0 within one supervisor, and how many were recorded in this root before.
 RESTARTS_IN_PLACE = "MEGARESUME_RESTARTS_IN_PLACE"
 EARLIER_TRIES = "MEGARESUME_EARLIER_TRIES"
 RUN_ID = "MEGARESUME_RUN_ID"
@@ -40,15 +40,18 @@ class Supervised:
     rank: int = 0
 
     def report(self, word: str, reason: str, *, step: int | None) -> None:
-        """Say how the run ended: "finished" and "stopped" by rank 0 for all, a failure by whichever rank meets it first."""
+        """Say how the run ended: "finished" and "stopped" by rank 0 for all, a failure by whoever meets it first."""
         if self.status_file is None or (word in (outcome.FINISHED, outcome.STOPPED) and self.rank != 0):
             return
         outcome.write_status(self.status_file, word, reason, step=step, rank=self.rank)
 
 
 def read_supervised(environment: Mapping[str, str] = os.environ) -> Supervised:
-    """What the environment asks of this process. One rank per host looks at that host's file, one of all at the shared one:
-    the ranks agree by the status word, and a thousand of them asking a file server for the same file helps nobody."""
+    """What the environment asks of this process.
+
+    One rank per host looks at that host's file, one of all at the shared one: the ranks agree by the status word, and a
+    thousand of them asking a file server for the same file helps nobody.
+    """
     rank, local_rank = _number(environment, "RANK"), _number(environment, "LOCAL_RANK")
     own, shared = _path(environment, STOP_FILE), _path(environment, SHARED_STOP_FILE)
     files = [path for path, looks in ((own, local_rank == 0), (shared, rank == 0)) if path is not None and looks]
@@ -61,8 +64,10 @@ def read_supervised(environment: Mapping[str, str] = os.environ) -> Supervised:
 
 
 class Heartbeat:
-    """Rewrites the heartbeat file at most once a second. Every step of a rank waits for all others, so one rank per host
-    that beats says that all of the world goes on."""
+    """Rewrites the heartbeat file at most once a second.
+
+    Every step of a rank waits for all others, so that one beating rank per host says that all of the world goes on.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """When this job will be killed, and how long before that the run has to stop so that its last save is whole.
 
-Learns how long steps and saves take. Decides; saves nothing, and knows no ranks: one rank asks, and the others hear it by
-the status word.
+Learns how long steps and saves take. Decides; saves nothing, and knows no ranks: one rank asks, and the others hear it
+by the status word.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pace:
         self._mark = None
 
     def step_ended(self, now: float) -> float | None:
-        """Count a step, with whatever came between it and the one before (evaluation too); returns its seconds if known."""
+        """Count a step, with whatever came since the one before (evaluation too); returns its seconds if known."""
         seconds = None if self._mark is None else now - self._mark
         self._mark = now
         if seconds is not None:
@@ -64,8 +64,8 @@ class Pace:
 def lead_time(*, longest_step: float, longest_save: float | None) -> float:
     """Seconds before the job's end at which a step must be the last one.
 
-    Two steps, since a stop is agreed on one step after it is wanted and that step may be the slow one; the save; torchrun's
-    exit; a margin.
+    Two steps, since a stop is agreed on one step after it is wanted and that step may be the slow one; the save;
+    torchrun's exit; a margin.
     """
     save = UNKNOWN_SAVE_S if longest_save is None else longest_save
     return 2 * longest_step + _SLOWER_SAVE * save + EXIT_S + MARGIN_S
@@ -95,13 +95,12 @@ class Walltime:
             return None
         save = self._pace.longest_save
         guess = f"{UNKNOWN_SAVE_S:.0f} s by guess" if save is None else f"{save:.1f} s"
-        return (
-            f"the job ends in {left:.0f} s: {lead:.0f} s are needed (step {self._pace.longest_step:.1f} s, save {guess})"
-        )
+        step = self._pace.longest_step
+        return f"the job ends in {left:.0f} s: {lead:.0f} s are needed (step {step:.1f} s, save {guess})"
 
 
 def find_job_end(given: float | None, environment: Mapping[str, str] = os.environ) -> float | None:
-    """When this job will be killed, in Unix seconds: SLURM_JOB_END_TIME, else what `squeue` says, else `given`. None: nobody knows."""
+    """When this job will be killed, in Unix seconds: SLURM_JOB_END_TIME, else what `squeue` says, else `given`."""
     text = environment.get("SLURM_JOB_END_TIME", "")
     if text.isascii() and text.isdigit() and int(text) > 0:
         return _say(float(text), "SLURM_JOB_END_TIME")

@@ -149,7 +149,8 @@ def test_a_requeued_run_follows_its_new_branch(
     # One more start without any wish, as a person would type it, and one that is a job of its own and goes back again.
     assert run_as(ranks, tmp_path, steps=0).report.step == STEPS
     again = run_as(ranks, tmp_path, steps=0, variables=job(4712, 0), **GO_BACK)
-    assert (again.report.step, again.report.passed[0][0]) == (2, "step-00000006")
+    assert again.report.step == 2
+    assert {("step-00000006", "newer than what was asked for")} <= set(again.report.passed)
 
 
 def test_a_restart_finds_its_branch_though_its_first_checkpoint_was_pruned(
@@ -165,7 +166,7 @@ def test_a_restart_finds_its_branch_though_its_first_checkpoint_was_pruned(
 
 
 def test_weights_alone_are_taken_once(ranks: Ranks, tmp_path: Path) -> None:
-    """A fine-tuning that starts from weights of this same root, requeued with the same arguments, does not start over."""
+    """A fine-tuning from weights of this same root, requeued with the same arguments, does not start over."""
     args: dict[str, Any] = {"save_every": SAVE_EVERY, "resume_from": 2}
     mode = {"weights_only": True}
     for name in ("whole", "cut"):
@@ -189,7 +190,7 @@ def test_an_abandoned_checkpoint_can_be_named(ranks: Ranks, tmp_path: Path) -> N
     assert read_progress(tmp_path).path == tmp_path / "step-00000006"
 
 
-# --- a checkpoint from elsewhere, once -------------------------------------------------------------------------------
+# --- a checkpoint from elsewhere, once --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [{}, {"weights_only": True}, {"skip_data": False}], ids=["all", "weights", "no skip"])
@@ -224,12 +225,9 @@ def resume_in_job(config: SmallModel, root: Path, variables: dict[str, str], man
     with environment(variables):
         try:
             with open_manager(loop, root, **manager_args) as manager:
-                report = manager.resume()
-                raise Crash
+                return f"step {manager.resume().step}"
         except MegaresumeError as error:
             return f"{type(error).__name__}: {error}"
-        except Crash:
-            return f"step {report.step}"
 
 
 def test_j12_a_requeued_job_does_not_begin_again_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
@@ -287,7 +285,8 @@ def save_as_an_orphan(config: SmallModel, root: Path) -> tuple[str, list[str], i
             except SupersededError as error:
                 said = str(error)
             dist.barrier()
-            changed = [name for name in differences(before, tree(root)) if name != layout.EVENTS]
+            logs = {layout.EVENTS, layout.STEP_LOG}
+            changed = [name for name in differences(before, tree(root)) if name not in logs]
             dist.barrier()
             with pytest.raises(Crash), older:
                 raise Crash  # ends as the message asks it to
@@ -347,7 +346,7 @@ def test_a08_retention_never_removes_the_newest_whole_checkpoint(ranks: Ranks, t
     assert run_as(ranks, tmp_path, config=ALONE, steps=0).report.step == 1
 
 
-# --- the replay audit --------------------------------------------------------------------------------------------------
+# --- the replay audit -------------------------------------------------------------------------------------------------
 
 
 def verdicts(root: Path) -> list[tuple[int, str, int, int]]:
@@ -383,17 +382,12 @@ def perturb(loop: Loop) -> None:
         next(each for name, each in weight.items() if name.endswith("final_layernorm.weight"))[0] += 8.0
 
 
-CUT = {"save_every": 2, "crash_at": 5}
-"""Leaves a log whose last line is step 4's (the word of step 5 was never read), two steps after the checkpoint of step 2."""
-
-
 def test_replay_verdicts(ranks: Ranks, tmp_path: Path) -> None:
-    logged = {"save_every": 2, "crash_at": 6}
     roots = {name: tmp_path / name for name in ("equal", "diverged", "lr", "data", "nothing")}
-    for name, root in roots.items():
-        run(ranks, ALONE, root, STEPS, **(logged if name != "nothing" else {"save_every": 2}))
+    for root in roots.values():
+        run(ranks, ALONE, root, STEPS, save_every=2)
     back: dict[str, Any] = {"save_every": 2, "resume_from": 2}
-    # Attempt 1 logged steps 3 to 5 (its last word was never read, for it crashed) and saved step 6.
+    # Attempt 1 logged and saved all six steps; all but the last start train steps 3 to 6 again.
     run_as(ranks, roots["equal"], config=ALONE, **back)
     ranks.run(train_perturbed, ALONE, roots["diverged"], 0, back, world_size=1)
     run_as(ranks, roots["lr"], override_opt_param_scheduler=True, **back)
@@ -418,7 +412,9 @@ def test_replay_raise_raises_on_all_ranks_and_saves_nothing_more(ranks: Ranks, t
     assert step <= STEPS
     assert {path.name: attempt_of(path) for path in tmp_path.glob("step-*")} == before
     assert verdicts(tmp_path)[0][1] == "diverged"
-    # Nothing was harmed: the run goes on from where it was, and now replays what it had.
-    resumed = run(ranks, TWO_RANKS, tmp_path, STEPS, save_every=3, resume_from=3, replay="raise")
-    assert resumed[0].step == STEPS
-    assert verdicts(tmp_path)[-1][1:] == ("equal", 3, 3)
+    # Which of the two was wrong nobody knows. The next start is compared with the newest and so is stopped as well; the
+    # one after that finds that the last two agree, and goes on.
+    ((text, _), _) = ranks.run(train_perturbed, TWO_RANKS, tmp_path, -1, args, world_size=2)
+    assert text
+    assert ranks.run(train_perturbed, TWO_RANKS, tmp_path, -1, args, world_size=2) == [("", STEPS)] * 2
+    assert verdicts(tmp_path)[-1] == (4, "equal", 3, 3)

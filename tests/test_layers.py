@@ -19,7 +19,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megaresume"
 LAYERS = (
     ("cli", "launch"),
     ("manager", "one_call"),
-    ("saving", "restoring", "run_objects", "journal", "status", "stop", "job", "resume_request"),
+    ("saving", "restoring", "run_objects", "journal", "status", "watch", "resume_request"),
+    ("stop", "walltime", "job"),
+    ("supervised", "outcome"),
     ("megatron", "progress"),
     ("state", "adapters", "reshard", "data", "audit"),
     ("store",),

@@ -7,7 +7,6 @@ states of the stream itself (`stream.py`); fetching ahead counts nothing. Knows 
 from __future__ import annotations
 
 import logging
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
@@ -18,9 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from megaresume.data.checks import as_count
 from megaresume.data.position import Position
 from megaresume.data.sampler import DataParallelBatchSampler, MicroBatch
-from megaresume.data.samples import Collate, FailurePolicy, Key, Replacement, Samples
+from megaresume.data.samples import Collate, FailurePolicy, Key, Replacement, Samples, iterator_failed
 from megaresume.data.seeding import derive
 from megaresume.data.stream import OnIterable, StreamReader
+from megaresume.data.workers import IgnoreStopSignals
 from megaresume.errors import ConfigurationError
 
 logger = logging.getLogger("megaresume.data")
@@ -143,7 +143,7 @@ class ResumableDataLoader:
 
     @property
     def replaced_samples(self) -> int:
-        """Samples of this rank that failed to load and were trained as another, since the start of the run."""
+        """Samples of this rank that failed to load and were trained as another, on top of those a resume was told."""
         return self._source.replaced_samples if isinstance(self._source, _SampleReader) else 0
 
     def advance(self) -> int:
@@ -179,23 +179,6 @@ class ResumableDataLoader:
     def get_state(self) -> dict[str, int]:
         """`consumed_train_samples` over all ranks and `replaced_samples` of this rank, as of the last `advance()`."""
         return {"consumed_train_samples": self.consumed_samples, "replaced_samples": self.replaced_samples}
-
-
-class IgnoreStopSignals:
-    """A `worker_init_fn`: workers leave TERM and USR1 to the training process, then run the user's own function.
-
-    torchrun and Slurm signal the whole process group. A worker that dies of it takes its rank along before the step
-    that would have saved; torch installs a TERM handler of its own in each worker, so an inherited "ignore" is lost.
-    """
-
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self._inner = inner
-
-    def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        if self._inner is not None:
-            self._inner(worker_id)
 
 
 class _SampleReader:
@@ -275,6 +258,7 @@ class _Batches:
         self._inner = iter(reader.loader)
         self._asked = reader.keys.asked
         self._last: Position | None = None
+        self._failed = ""  # the error in words: itself it would hold on to frames, and those to the workers
         reader.sampler._live.add(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -282,11 +266,18 @@ class _Batches:
 
     def __next__(self) -> Any:
         sampler = self._reader.sampler
-        for batch, replacements in self._inner:
-            self._last = self._asked.popleft().start
-            if replacements:
-                self._report(replacements)
-            return batch
+        if self._failed:
+            raise iterator_failed(self._failed)
+        try:
+            for batch, replacements in self._inner:
+                self._last = self._asked.popleft().start
+                if replacements:
+                    self._report(replacements)
+                return batch
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            sampler._live.discard(self)
+            raise
         if self in sampler._live and self._last is not None:
             sampler._note_served(self._begun_at, self._last)
         sampler._live.discard(self)

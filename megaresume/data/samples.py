@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from megaresume.data.seeding import derive, seeded
-from megaresume.errors import MegaresumeError
+from megaresume.errors import ConfigurationError, MegaresumeError
 
 
 class SampleError(MegaresumeError, RuntimeError):
     """A sample, and every replacement tried for it, failed to load. The iterator cannot go on; nothing was counted."""
+
+
+def iterator_failed(reason: str) -> ConfigurationError:
+    """What an iterator raises that is asked again after an error: torch's would pass over the batch that failed."""
+    return ConfigurationError(
+        f"this iterator ended with {reason}; going on would skip the batch that failed. Call iter() again: it begins "
+        "after the last trained batch"
+    )
 
 
 class Key(NamedTuple):

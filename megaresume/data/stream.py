@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megaresume.data.checks import as_count
 from megaresume.data.layout import check_divides, data_parallel_place
+from megaresume.data.samples import iterator_failed
 from megaresume.data.seeding import seeded
 from megaresume.data.stream_state import Layout, StreamPosition, check_stream_state, stream_state_to_json
 from megaresume.errors import ConfigurationError
@@ -81,7 +82,7 @@ class StreamReader:
         self._open = _opener(dataset, self._layout, self.stateful, collate_fn, torch_arguments)
         self._now = StreamPosition()
         self._exhausted = False
-        self._trained_states: deque[tuple[int, dict[str, Any] | None]] = deque()  # handed out, not trained yet
+        self._handed_out: deque[tuple[int, dict[str, Any] | None]] = deque()  # not trained yet
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -101,21 +102,20 @@ class StreamReader:
         """Batches after the last trained one; after a pass that was exhausted, those of the next pass."""
         if self._exhausted:
             self._now, self._exhausted = StreamPosition(self._now.consumed, self._now.epoch + 1), False
-        skip = 0
+        begin, skip = self._now, 0
         if self._now.batches and not self.stateful:
             self._refuse_plain(self._now.batches)
             if self._on_iterable == "restart":
                 self._now = self._restarted(self._now)
-            else:
-                skip = self._now.batches
-        self._trained_states.clear()
-        return _Pass(self, self._open(self._now), skip)
+            begin, skip = StreamPosition(self._now.consumed, self._now.epoch), self._now.batches
+        self._handed_out.clear()
+        return _Pass(self, self._open(begin), skip)
 
     def advance(self) -> int:
         """Count the global batch that was just trained; returns `global_batch_size`. Call it once per training step."""
         now = replace(self._now, consumed=self._now.consumed + self.global_batch_size, workers=dict(self._now.workers))
-        for _ in range(min(self.num_microbatches, len(self._trained_states))):
-            worker, state = self._trained_states.popleft()
+        for _ in range(min(self.num_microbatches, len(self._handed_out))):
+            worker, state = self._handed_out.popleft()
             now = replace(now, batches=now.batches + 1, last_worker=worker)
             if state is not None:
                 now.workers[str(worker)] = state
@@ -182,9 +182,9 @@ class StreamReader:
     def _refuse_plain(self, batches: int) -> None:
         if self._on_iterable is None:
             raise ConfigurationError(
-                f"a plain stream cannot go on after {batches} micro-batches of this rank: only a state of its own would "
-                "tell where that is. Give the dataset state_dict() and load_state_dict() and load the saved state, or say "
-                'on_iterable="fast-forward" (read up to there and throw away) or "restart" (train its beginning again)'
+                f"a plain stream cannot go on after {batches} micro-batches of this rank: only a state of its own "
+                "would tell where that is. Give the dataset state_dict() and load_state_dict() and load what was saved, "
+                'or say on_iterable="fast-forward" (read up to there and throw away) or "restart" (begin again)'
             )
 
     def _restarted(self, position: StreamPosition) -> StreamPosition:
@@ -209,12 +209,26 @@ class _Pass:
     def __init__(self, reader: StreamReader, deliveries: Iterator[Delivery], skip: int) -> None:
         self._reader, self._deliveries, self._skip, self._skipped = reader, deliveries, skip, 0
         self._told = time.monotonic()
+        self._failed = ""  # the error in words: itself it would hold on to frames, and those to the workers
         reader._live.add(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._failed:
+            raise iterator_failed(self._failed)
+        try:
+            return self._read()
+        except StopIteration:
+            self._reader._live.discard(self)
+            raise
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            self._reader._live.discard(self)
+            raise
+
+    def _read(self) -> Any:
         for worker, batch, state in self._deliveries:
             if worker == _TURN_PASSES:
                 continue
@@ -222,9 +236,8 @@ class _Pass:
                 self._skipped += 1
                 self._tell_progress()
                 continue
-            self._reader._trained_states.append((worker, state))
+            self._reader._handed_out.append((worker, state))
             return batch
-        self._reader._live.discard(self)
         if self._skipped < self._skip:
             raise ConfigurationError(
                 f"the stream ended after {self._skipped} of the {self._skip} micro-batches to fast-forward over"

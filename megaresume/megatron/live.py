@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megaresume.errors import UnsupportedError
-from megaresume.megatron.optimizers import describe_optimizers
+from megaresume.megatron.optimizers import describe_optimizers, mastered_shares
 from megaresume.megatron.parallel import replica_groups
 from megaresume.megatron.parameters import describe_extra_states, describe_parameters, synchronise, unwrap
-from megaresume.state.description import Live
+from megaresume.state.description import ExtraState, Live, Parameter
 
 _VERSIONED = ("megaresume", "torch", "megatron-core", "numpy", "transformer-engine")
 
@@ -26,15 +26,25 @@ def describe(chunks: Sequence[torch.nn.Module], optimizer: Any | None) -> Live:
     """
     chunks = list(chunks)
     synchronise(chunks)
-    replicas = replica_groups()
-    parameters, buffers = describe_parameters(chunks, replicas)
+    parameters, buffers = describe_parameters(chunks, replica_groups())
+    return describe_part(parameters, buffers, describe_extra_states(chunks), optimizer)
+
+
+def describe_part(
+    parameters: dict[str, Parameter],
+    buffers: dict[str, torch.Tensor],
+    extra_states: tuple[ExtraState, ...],
+    optimizer: Any | None,
+) -> Live:
+    """Describe these parts of a model, and the optimizer that trains them and nothing else. Not collective."""
     return Live(
         parameters=parameters,
         buffers=buffers,
-        extra_states=describe_extra_states(chunks),
+        extra_states=extra_states,
         optimizers=describe_optimizers(optimizer, parameters),
-        replicas=replicas,
-        reload_masters=lambda: _reload_masters(optimizer),
+        replicas=replica_groups(),
+        reload_masters=lambda: reload_masters(optimizer),
+        shares=mastered_shares(optimizer, parameters),
     )
 
 
@@ -90,7 +100,8 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _reload_masters(optimizer: Any | None) -> None:
+def reload_masters(optimizer: Any | None) -> None:
+    """Refresh the optimizer's higher-precision copies from the model's weights, where it keeps such copies."""
     for leaf in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         if leaf is None or isinstance(leaf, torch.optim.Optimizer):
             continue

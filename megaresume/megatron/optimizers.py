@@ -6,7 +6,7 @@ a file by bucket or position. What holds state we do not know how to take is ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,47 @@ def describe_optimizers(optimizer: Any | None, parameters: Mapping[str, Paramete
     stubs left out."""
     names = {id(parameter.tensor): parameter.name for parameter in parameters.values()}
     return tuple(_describe(leaf, names) for leaf in _leaves(optimizer))
+
+
+def before_each_step(optimizer: Any | None, function: Callable[..., None]) -> list[Any] | None:
+    """Have `function` called before each step of every inner optimizer, until the handles returned are removed.
+
+    None, and nothing is registered, where one of them is no `torch.optim.Optimizer` and so has no such hook.
+    """
+    inner = [leaf if isinstance(leaf, torch.optim.Optimizer) else leaf.optimizer for leaf in _leaves(optimizer)]
+    if not all(isinstance(each, torch.optim.Optimizer) for each in inner):
+        return None
+    return [each.register_step_pre_hook(function) for each in inner]
+
+
+def mastered_shares(optimizer: Any | None, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
+    """For each parameter whose fp32 masters the distributed optimizers split among replicas: the elements [start, end)
+    whose master this rank holds, an empty range where the others hold all."""
+    names = {id(parameter.tensor): parameter.name for parameter in parameters.values()}
+    shares: dict[str, tuple[int, int]] = {}
+    for leaf in _leaves(optimizer):
+        if not hasattr(leaf, "gbuf_ranges") or _keeps_masters_itself(leaf):
+            continue
+        for buffer in leaf.buffers:
+            if buffer.param_dtype in (torch.bfloat16, torch.float16):
+                shares.update({names[id(parameter)]: (0, 0) for parameter in buffer.params if id(parameter) in names})
+        for group in leaf.model_float16_groups:
+            for parameter in group:
+                part = leaf._get_model_param_range_map(parameter)["param"]
+                shares[names[id(parameter)]] = (int(part.start), int(part.end))
+    return shares
+
+
+def _keeps_masters_itself(leaf: Any) -> bool:
+    """Whether this is a precision-aware optimizer, whose masters are state like any other."""
+    config = leaf.config
+    return bool(
+        getattr(
+            config,
+            "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+            getattr(config, "use_precision_aware_optimizer", False),
+        )
+    )
 
 
 def _leaves(optimizer: Any | None) -> Iterator[Any]:

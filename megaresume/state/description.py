@@ -6,7 +6,7 @@ tensors: it is made anew for each capture or restore and never kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,3 +129,6 @@ class Live:
     optimizers: tuple[Optimizer, ...]
     replicas: dict[str, ReplicaGroup]
     reload_masters: Callable[[], None] = field(default=lambda: None)
+    shares: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where replicas split a parameter's higher-precision masters among them: the elements [start, end) whose master this
+    rank holds. A weight is then stored, or left out as rounded from it, by whoever holds its master."""

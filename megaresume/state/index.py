@@ -27,11 +27,30 @@ def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
     if type(version) is not int or version != INDEX_VERSION:
         raise FormatError(f"the index is of version {version!r}, this release reads version {INDEX_VERSION}")
     _INDEX(index, "the index")
-    listed = index["tensors"].keys()
-    for name in sorted(listed - spans.keys()):
+    listed = index["tensors"]
+    stored = {name for name, entry in listed.items() if entry["kind"] == "stored"}
+    for name in sorted(stored - spans.keys()):
         raise FormatError(f"the index names tensor {name}, which the file does not hold")
-    for name in sorted(spans.keys() - listed):
-        raise FormatError(f"the file holds tensor {name}, which the index does not name")
+    for name in sorted(spans.keys() - stored):
+        why = "does not name" if name not in listed else f"calls {listed[name]['kind']}"
+        raise FormatError(f"the file holds tensor {name}, which the index {why}")
+    for name, entry in listed.items():
+        if entry["kind"] == "derived":
+            _check_derived(name, entry, listed, spans)
+
+
+def _check_derived(name: str, entry: Mapping[str, Any], listed: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
+    master = listed.get(entry["from"])
+    if (
+        master is None
+        or master["kind"] != "stored"
+        or (master["parameter"], master["slot"], entry["slot"]) != (entry["parameter"], "master", "weight")
+        or spans[entry["from"]].dtype != "F32"
+    ):
+        raise FormatError(f"the index derives {name} from {entry['from']!r}, which is no stored master of that weight")
+    at, master_at = entry["range"], master["range"]
+    if at is None or master_at is None or not master_at[0] <= at[0] <= at[1] <= master_at[1]:
+        raise FormatError(f"the index derives {name}, elements {at}, from a master that has the elements {master_at}")
 
 
 def _wrong(where: str, expected: str, found: Any) -> FormatError:
@@ -53,6 +72,11 @@ def _one_of(*choices: str) -> Check:
             raise _wrong(where, " or ".join(choices), value)
 
     return check
+
+
+def _count(value: Any, where: str) -> None:
+    if type(value) is not int or value < 0:
+        raise _wrong(where, "a whole number, not negative", value)
 
 
 def _range(value: Any, where: str) -> None:
@@ -130,10 +154,23 @@ def _scaler_value(value: Any, where: str) -> None:
 _MEMBER = _record(parameter=_text, range=_range, state=_object_of(_object_of(_slot)))
 _GROUP = _record(_PLACES, options=_object_of(_anything), members=_list_of(_MEMBER))
 _OPTIMIZER = _record(kind=_text, groups=_list_of(_GROUP), scaler=_or_null(_object_of(_scaler_value)))
-_TENSOR = _record(parameter=_or_null(_text), slot=_text, range=_or_null(_range), kind=_one_of("stored"))
+_PLACE_BEFORE = _record(step=_count, attempt=_count, file=_text, tensor=_text)
+_LISTED: dict[str, Check] = {"parameter": _or_null(_text), "slot": _text, "range": _or_null(_range)}
+_KINDS = {
+    "stored": _record({"digest": _text}, **_LISTED),
+    "derived": _record(None, **_LISTED, **{"from": _text}),
+    "referenced": _record(None, **_LISTED, digest=_text, **{"from": _PLACE_BEFORE}),
+}
+
+
+def _tensor(value: Any, where: str) -> None:
+    _record(kind=_one_of(*_KINDS))(value, where)
+    _KINDS[value["kind"]](value, where)
+
+
 _INDEX = _record(
     parameters=_object_of(_object_of(_anything)),
-    tensors=_object_of(_TENSOR),
+    tensors=_object_of(_tensor),
     buffers=_distinct,
     extra_states=_object_of(_anything),
     optimizers=_list_of(_OPTIMIZER),

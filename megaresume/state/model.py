@@ -56,20 +56,46 @@ def split_over_replicas(sizes: Mapping[str, tuple[int, int]], ranks: int) -> lis
     return runs
 
 
-def pieces_by_rank(live: Live, replica: str) -> list[list[Piece]]:
-    """For each rank of the replica group named `replica`, the pieces of the model that it stores."""
+def own_pieces(live: Live) -> Iterator[Piece]:
+    """The pieces that this rank stores, over all its replica groups: its share of the bytes, and those whose masters it
+    holds where replicas split these."""
+    for replica, group in sorted(live.replicas.items()):
+        yield from _split_by_bytes(live, replica)[group.rank]
+        for name in _split_by_masters(live, replica):
+            start, end = live.shares[name]
+            if start < end:
+                yield Piece(name, start, end)
+
+
+def _split_by_bytes(live: Live, replica: str) -> list[list[Piece]]:
     sizes = {
         name: (parameter.tensor.numel(), parameter.tensor.element_size())
         for name, parameter in live.parameters.items()
-        if parameter.replica == replica
+        if parameter.replica == replica and name not in live.shares
     }
     return split_over_replicas(sizes, live.replicas[replica].size)
 
 
-def own_pieces(live: Live) -> Iterator[Piece]:
-    """The pieces that this rank stores, over all its replica groups."""
-    for replica, group in sorted(live.replicas.items()):
-        yield from pieces_by_rank(live, replica)[group.rank]
+def _split_by_masters(live: Live, replica: str) -> list[str]:
+    return sorted(name for name in live.shares if live.parameters[name].replica == replica)
+
+
+def _pieces_by_rank(live: Live, replica: str) -> list[list[Piece]]:
+    """For each rank of the replica group the pieces that it has loaded. Collective over the group."""
+    group, runs = live.replicas[replica], _split_by_bytes(live, replica)
+    names = _split_by_masters(live, replica)
+    if not names:
+        return runs
+    # Which masters the others hold follows from an optimizer's buckets, which only it can tell.
+    device = live.parameters[names[0]].tensor.device
+    mine = torch.tensor([live.shares[name] for name in names], dtype=torch.int64, device=device)
+    shares = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(shares, mine, group=group.process_group)
+    for run, table in zip(runs, shares, strict=True):
+        run += [
+            Piece(name, start, end) for name, (start, end) in zip(names, table.tolist(), strict=True) if start < end
+        ]
+    return runs
 
 
 def slice_of(parameter: Parameter, start: int, end: int) -> torch.Tensor:
@@ -106,7 +132,7 @@ def complete_replicas(live: Live) -> None:
     for replica in sorted(live.replicas):
         group = live.replicas[replica]
         if group.size > 1 and any(parameter.replica == replica for parameter in live.parameters.values()):
-            _exchange(live, group, pieces_by_rank(live, replica))
+            _exchange(live, group, _pieces_by_rank(live, replica))
 
 
 def _exchange(live: Live, group: ReplicaGroup, runs: list[list[Piece]]) -> None:

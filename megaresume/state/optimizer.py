@@ -264,8 +264,10 @@ def _plan_tree(
     for name in tensor_names(node):
         if name in current and same_form(current[name], name, spans) and current[name].is_contiguous():
             plan.claim(name, current[name])
+        elif name in places:
+            plan.claim(name, empty_for(name, spans, _device_of(places[name], device)))
         else:
-            plan.claim(name, empty_for(name, spans, _device_of(places.get(name, "host"), device)))
+            raise FormatError(f"the index refers to tensor {name!r} without the place where it belongs")
     return from_json(node, plan.destinations)
 
 
@@ -296,6 +298,11 @@ def _plan_options(
         else:
             places = stored_group.get("places", {})
             taken[key] = _plan_tree(plan, value, places, tensors, _device(group), spans)
+    plan.differences += [
+        f"parameter group {where[1]}: {key} is not in the checkpoint, {value} in this run: the run's is kept"
+        for key, value in current.items()
+        if key in movable and key not in stored
+    ]
     plan._options.append((group.options, taken))
 
 

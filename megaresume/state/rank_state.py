@@ -17,8 +17,10 @@ import torch
 
 from megaresume.errors import FormatError, PoisonedError, StateMismatchError, UnsupportedError
 from megaresume.state.description import Live
+from megaresume.state.economy import place_of
 from megaresume.state.index import INDEX_VERSION, check_index
 from megaresume.state.model import (
+    Piece,
     complete_replicas,
     model_mismatches,
     own_pieces,
@@ -43,6 +45,12 @@ class RankState:
 
     tensors: dict[str, torch.Tensor]
     index: dict[str, Any]
+
+    def settled(self, name: str) -> bool:
+        """Whether nothing but an optimizer's step changes the tensor of this name: its state, and not the weights, which
+        loops exchange for averaged ones and the like."""
+        entry = self.index["tensors"][name]
+        return name.startswith("optim/") and entry["parameter"] is not None
 
 
 def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Registered) -> RankState:
@@ -100,22 +108,33 @@ def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Regist
 
 @dataclass
 class RestorePlan:
-    """Where every stored tensor goes. `destinations` are live tensors, or fresh ones that `install` puts in place."""
+    """Where every stored tensor goes. `destinations` are live tensors, or fresh ones that `install` puts in place.
+
+    `rounded` maps a master in the file to the weights that take its rounded values where the master itself is not
+    restored, and the element of it that they begin at. `elsewhere` are the tensors that lie in files of earlier
+    checkpoints: by (step, attempt, file), each tensor's name there and its destination.
+    """
 
     live: Live
     destinations: dict[str, torch.Tensor] = field(default_factory=dict)
+    rounded: dict[str, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    elsewhere: dict[tuple[int, int, str], dict[str, torch.Tensor]] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     _extra_states: Mapping[str, Any] = field(default_factory=dict)
     _optimizers: OptimizerPlan | None = None
     _registered: tuple[Registered, Mapping[str, Any]] | None = None
     _rng: RngPlan | None = None
+    _derived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Share the model pieces that each rank has read, when all destinations are filled.
+        """Round the weights that were not stored from their masters, and share the model pieces that each rank now has,
+        when all destinations are filled.
 
         Collective over the replica groups.
         """
+        for weight, master in self._derived:
+            weight.copy_(master)
         complete_replicas(self.live)
 
     def install(self) -> None:
@@ -190,8 +209,10 @@ def plan_restore(
     _refuse(piece_mismatches(index, live))
 
     plan = RestorePlan(live, _extra_states=index["extra_states"])
-    for piece in own_pieces(live):
-        plan._claim({piece_name(piece): slice_of(live.parameters[piece.parameter], piece.start, piece.end)})
+    pieces = {piece_name(piece): piece for piece in own_pieces(live)}
+    stored = {name: piece for name, piece in pieces.items() if index["tensors"][name]["kind"] == "stored"}
+    for name, piece in stored.items():
+        plan._claim({name: slice_of(live.parameters[piece.parameter], piece.start, piece.end)})
     plan._claim({f"buffer/{name}": buffer for name, buffer in live.buffers.items()})
     plan._claim_fresh(index["extra_states"], spans)
     if weights_only:
@@ -199,6 +220,9 @@ def plan_restore(
         unread = {name for name in index["tensors"] if name.startswith(("optim/", "rng/", "registered/"))}
     else:
         unread = _plan_all_but_model(plan, index, spans, streams, registered, keep_run_options=keep_run_options)
+    for name in pieces.keys() - stored.keys():
+        _plan_unstored(plan, index["tensors"], name, pieces[name])
+    unread |= pieces.keys() - stored.keys()
     for name in index["tensors"]:
         if name not in plan.destinations and name not in unread:
             raise FormatError(f"the index names tensor {name!r}, but nothing in it refers to that tensor")
@@ -232,6 +256,25 @@ def _plan_all_but_model(
     return plan._optimizers.left_out | {f"rng/{name}" for name in index["rng"] if name not in streams}
 
 
+def _plan_unstored(plan: RestorePlan, listed: Mapping[str, Any], name: str, piece: Piece) -> None:
+    """Where the bytes of a weight come from that this file does not hold."""
+    entry = listed[name]
+    weight = plan.live.parameters[piece.parameter].tensor.detach().view(-1)[piece.start : piece.end]
+    if entry["kind"] == "referenced":
+        place = entry["from"]
+        key = place_of(place)
+        if place["tensor"] in plan.elsewhere.setdefault(key, {}):
+            raise FormatError(f"the index refers to tensor {place['tensor']!r} of {place['file']} twice")
+        plan.elsewhere[key][place["tensor"]] = slice_of(plan.live.parameters[piece.parameter], piece.start, piece.end)
+        return
+    master, begin = entry["from"], piece.start - listed[entry["from"]]["range"][0]
+    restored = plan.destinations.get(master)
+    if restored is None:
+        plan.rounded.setdefault(master, []).append((weight, begin))
+    else:
+        plan._derived.append((weight, restored.view(-1)[begin : begin + weight.numel()]))
+
+
 def _refuse(problems: list[str]) -> None:
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -250,6 +293,11 @@ def _buffer_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
         for name in sorted(known ^ wanted)
     ]
     return problems
+
+
+def check_form(destinations: Mapping[str, torch.Tensor], spans: Mapping[str, Any]) -> None:
+    """Raise as `plan_restore` does unless the file's tensors have the form of these destinations."""
+    _refuse(_form_mismatches(destinations, spans))
 
 
 def _form_mismatches(destinations: Mapping[str, torch.Tensor], spans: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ replaces (torch's). Knows neither files nor optimizers: the learning rates thems
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def scheduler_mismatches(saved: Any, scheduler: Any | None) -> list[str]:
 
 
 def _value_mismatches(state: Mapping[str, Any], current: Mapping[str, Any], position: str) -> Iterator[str]:
-    if position in current and kind_of(state.get(position)) != "number":
+    if position in current and not (kind_of(state.get(position)) == "number" and math.isfinite(state[position])):
         yield f"scheduler: {position}, where the schedule stood, is {state.get(position)!r} in the checkpoint"
     for key in sorted(state.keys() & current.keys() - {position}):
         before, now = state[key], current[key]

@@ -5,7 +5,7 @@ Knows torch and the byte layout, nothing of models, optimizers or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,44 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of `tensor` in C order: a view of its memory where that is contiguous and on the host, else a copy."""
     host = tensor.detach().contiguous().cpu()
     return memoryview(byte_view(host).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+
+
+def targets_for(
+    destinations: Mapping[str, torch.Tensor],
+) -> dict[str, memoryview | Callable[[int, memoryview], None]]:
+    """`target_for` each of them."""
+    return {name: target_for(tensor) for name, tensor in destinations.items()}
+
+
+def target_for(tensor: torch.Tensor) -> memoryview | Callable[[int, memoryview], None]:
+    """What `stream_tensors` fills a contiguous `tensor` through: its own bytes where it lies on the host, else a sink."""
+    if tensor.device == HOST:
+        return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+    return sink_into(tensor)
+
+
+def page_locked_chunk(destinations: Iterable[torch.Tensor], size: int) -> memoryview | None:
+    """`size` bytes of page-locked memory to read through where a destination is on an accelerator, else None."""
+    if all(tensor.device == HOST for tensor in destinations):
+        return None
+    return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
+
+
+def sink_rounding_into(weights: Sequence[tuple[torch.Tensor, int]]) -> Callable[[int, memoryview], None]:
+    """A function (byte offset, bytes of an F32 tensor) that puts the rounded numbers into each of `weights` (flat, on
+    any device), which begins at that element of the tensor. The bytes must be whole numbers, as those of an aligned
+    tensor in whole chunks are; FormatError otherwise."""
+
+    def sink(offset: int, data: memoryview) -> None:
+        if offset % 4 or len(data) % 4:
+            raise FormatError("a master that weights are rounded from does not lie at a multiple of its element's size")
+        first, full = offset // 4, torch.frombuffer(data, dtype=torch.float32)
+        for weight, begin in weights:
+            low, high = max(first, begin), min(first + full.numel(), begin + weight.numel())
+            if low < high:
+                weight[low - begin : high - begin].copy_(full[low - first : high - first])
+
+    return sink
 
 
 def sink_into(tensor: torch.Tensor) -> Callable[[int, memoryview], None]:

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from megaresume.errors import CheckpointDamagedError, FormatError, MegaresumeErr
 from megaresume.store import fs, layout
 from megaresume.store.attempts import Attempt, newest_attempt_number, read_attempts
 from megaresume.store.control import ControlPlane
-from megaresume.store.manifest import FileRecord, Manifest, parse_manifest, to_json
+from megaresume.store.manifest import FileRecord, Manifest, Reference, parse_manifest, to_json
 from megaresume.store.shard import Entry, ShardIdentity, ShardRecord, write_shard
 
 logger = logging.getLogger("megaresume.store.commit")
@@ -61,13 +61,15 @@ class SaveReport:
     """A save that is done.
 
     `bytes_written` is the size of the whole checkpoint, all ranks' files together; `seconds` is this rank's time.
-    `committed` is False where this attempt had committed this step before and nothing was written.
+    `committed` is False where this attempt had committed this step before and nothing was written. `record` is this
+    rank's own file, None where nothing was written.
     """
 
     path: Path
     bytes_written: int
     seconds: float
     committed: bool
+    record: ShardRecord | None = None
 
 
 def save_checkpoint(
@@ -81,11 +83,12 @@ def save_checkpoint(
     identity: ShardIdentity,
     index: Mapping[str, Any],
     describe: Callable[[], CommitText],
+    references: Sequence[Reference] = (),
 ) -> SaveReport:
     """Write this rank's shard and commit the checkpoint of `step`. Collective over the control plane.
 
     `shard_name` is this rank's file, unique over the world; `describe` is called on rank 0 only, before anything is
-    written. Where this same attempt has committed this step already, nothing is written and the report says so.
+    written; `references` are files of earlier checkpoints that this rank's index refers to. Where this same attempt has committed this step already, nothing is written and the report says so.
     Raises, on all ranks with the same text, `SupersededError` where a newer attempt exists, else `SaveError`; the root
     is then as it was.
     """
@@ -95,17 +98,21 @@ def save_checkpoint(
     staging = root / layout.staging_directory(step, attempt.attempt)
     target = root / layout.step_directory(step)
     texts: list[CommitText] = []
+    records: list[ShardRecord] = []
 
     def prepare() -> dict[str, Any]:
         if control.rank == 0:
             texts.append(describe())
         record = _write_own_shard(staging, shard_name, entries, identity=identity, index=index)
-        return {"name": shard_name, "size": record.size, "header_digest": record.header_digest}
+        records.append(record)
+        referred = [asdict(reference) for reference in sorted(set(references))]
+        return {"name": shard_name, **asdict(record), "references": referred}
 
     def commit(reports: Sequence[dict[str, Any]]) -> int:
         try:
             files = _unique_files(reports)
-            manifest = _write_texts(staging, texts[0], files, identity)
+            referred = {Reference(**each) for report in reports for each in report["references"]}
+            manifest = _write_texts(staging, texts[0], files, identity, tuple(sorted(referred)))
             _check_newest(root, attempt)
             _move_into_place(root, staging, target, step=step, attempt=attempt.attempt)
         except BaseException as error:
@@ -127,7 +134,7 @@ def save_checkpoint(
         raise
     except MegaresumeError as error:
         raise SaveError(str(error)) from error
-    return SaveReport(target, total_bytes, time.monotonic() - started, committed=True)
+    return SaveReport(target, total_bytes, time.monotonic() - started, committed=True, record=records[0])
 
 
 # --- prepare ---------------------------------------------------------------------------------------------------------
@@ -202,7 +209,11 @@ def _unique_files(reports: Sequence[Mapping[str, Any]]) -> dict[str, ShardRecord
 
 
 def _write_texts(
-    staging: Path, text: CommitText, files: Mapping[str, ShardRecord], identity: ShardIdentity
+    staging: Path,
+    text: CommitText,
+    files: Mapping[str, ShardRecord],
+    identity: ShardIdentity,
+    references: tuple[Reference, ...],
 ) -> Manifest:
     manifest = Manifest(
         root_id=identity.root_id,
@@ -215,6 +226,7 @@ def _write_texts(
         trainer_state=FileRecord(len(text.trainer_state), xxhash.xxh3_128_hexdigest(text.trainer_state)),
         total_bytes=len(text.trainer_state) + sum(record.size for record in files.values()),
         versions=text.versions,
+        references=references,
     )
     data = fs.dump_json(to_json(manifest))
 

@@ -58,17 +58,42 @@ class ControlPlane:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = ""
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        label: str = "",
+        connect: Callable[[str], Store] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._store = store
+        self._label = label
+        self._connect = connect
+        self._others = 0
         self._operation = 0
         self._stale: list[str] = []  # keys that nobody needs any more once every rank has sent something later
         if label:
             with self._reaching_store("open the control plane"):
                 store.set(_label_key(rank), label)
+
+    def another(self) -> ControlPlane:
+        """A plane of the same ranks over a connection of its own, for another thread. All ranks make as many, in the same
+        order; nobody waits for anybody."""
+        if self._connect is None:
+            raise ValueError("this control plane was made without `connect`, so it knows no way to its store")
+        self._others += 1
+        with self._reaching_store("open another control plane"):
+            store = self._connect(f"plane{self._others}")
+        return ControlPlane(store, self.rank, self.world_size, timeout_s=self.timeout_s, label=self._label)
+
+    def until_heard(self, what: str) -> None:
+        """Let rank 0, whose process holds the store, wait a little until all ranks have come so far. Never raises."""
+        self._operation += 1
+        self._let_all_hear(what)
 
     def gather(self, key: str, value: JSON) -> list[JSON] | None:
         """All ranks' values in order of rank on rank 0; None on the others, which do not wait.
@@ -173,14 +198,14 @@ class ControlPlane:
             return json.loads(self._store.get(key))
 
     def _let_all_hear(self, what: str) -> None:
-        """After an error rank 0 may end, and the store with it: it waits a little until all ranks have read why."""
+        """Rank 0 may end now, and the store with it: it waits a little until all ranks have read what it said last."""
         try:
             if self.rank != 0:
                 with self._reaching_store(what):
                     self._store.set(f"{self._answer_key(self.rank)}/heard", "")
             else:
                 keys = {rank: f"{self._answer_key(rank)}/heard" for rank in range(1, self.world_size)}
-                self._await(keys, f"{what}: tell all ranks of the error", min(self.timeout_s, _HEARING_S))
+                self._await(keys, f"{what}: tell all ranks", min(self.timeout_s, _HEARING_S))
                 with self._reaching_store(what):
                     for key in keys.values():
                         self._store.delete_key(key)
@@ -359,13 +384,22 @@ def open_control_plane(*, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = "")
     dist = _torch_distributed()
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return ControlPlane(dist.HashStore(), 0, 1, timeout_s=timeout_s, label=label)
+        return ControlPlane(
+            dist.HashStore(), 0, 1, timeout_s=timeout_s, label=label, connect=lambda _: dist.HashStore()
+        )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store, address = _host_store(timeout_s) if rank == 0 else (None, {})
     address = _broadcast_address(address)
     if "error" in address:
         raise MegaresumeError(f"open the control plane: rank 0 cannot host it: {address['error']}")
-    control = ControlPlane(store or _connect(address, timeout_s), rank, world_size, timeout_s=timeout_s, label=label)
+    control = ControlPlane(
+        store or _connect(address, timeout_s),
+        rank,
+        world_size,
+        timeout_s=timeout_s,
+        label=label,
+        connect=lambda name: dist.PrefixStore(name, _connect(address, timeout_s)),
+    )
     control.together("open the control plane", lambda: None)
     return control
 

@@ -17,6 +17,7 @@ from megaresume.store import layout
 from megaresume.store.attempts import Attempt, read_attempts
 from megaresume.store.lineage import on_branch
 from megaresume.store.manifest import Manifest, parse_manifest
+from megaresume.store.references import locate
 
 _MAX_NAMED = 5
 
@@ -38,6 +39,8 @@ class Passed:
     path: Path
     step: int
     reason: str
+    manifest: Manifest | None = None
+    """Where it is a whole checkpoint, only not of this branch."""
 
 
 def find_candidates(root: Path) -> tuple[list[Candidate], list[Passed]]:
@@ -59,11 +62,13 @@ def find_candidates(root: Path) -> tuple[list[Candidate], list[Passed]]:
         step = _named_step(name)
         if step is None:
             continue
+        candidate = None
         try:
             candidate = _open(root / name, step)
             _check_on_branch(candidate, attempts)
         except (CheckpointDamagedError, CheckpointNotFoundError, FormatError, _OffBranch) as error:
-            passed.append(Passed(root / name, step, str(error).removeprefix(f"{root / name}: ")))
+            reason = str(error).removeprefix(f"{root / name}: ")
+            passed.append(Passed(root / name, step, reason, None if candidate is None else candidate.manifest))
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: (candidate.step, candidate.attempt), reverse=True)
@@ -93,13 +98,18 @@ def open_checkpoint(path: Path) -> Candidate:
 
 
 def check_files(candidate: Candidate) -> None:
-    """Raise `CheckpointDamagedError` unless every file of the manifest is there with its size: a `stat` of each."""
+    """Raise `CheckpointDamagedError` unless every file of the manifest is there with its size, those of earlier
+    checkpoints that it refers to included: a `stat` of each."""
     sizes = {name: record.size for name, record in candidate.manifest.files.items()}
     sizes[layout.TRAINER_STATE] = candidate.manifest.trainer_state.size
+    paths = {name: (candidate.path / name, size) for name, size in sizes.items()}
+    for reference in candidate.manifest.references:
+        there = locate(candidate.path.parent, reference, root_id=candidate.manifest.root_id)
+        paths[f"{there.parent.name}/{reference.name}"] = (there, reference.size)
     wrong = []
-    for name, size in sizes.items():
+    for name, (path, size) in paths.items():
         try:
-            found = os.stat(candidate.path / name).st_size
+            found = os.stat(path).st_size
         except OSError as error:
             wrong.append(f"{name}: expected {size} bytes, found none ({error.strerror})")
         else:

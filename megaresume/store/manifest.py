@@ -7,6 +7,7 @@ ranks. Knows names, sizes and digests; `topology` and `model` are stored and ret
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,12 +37,24 @@ class FileRecord:
     digest: str
 
 
+@dataclass(frozen=True, order=True)
+class Reference:
+    """A shard file of another checkpoint of the same root, in which some tensors of this one lie."""
+
+    step: int
+    attempt: int
+    name: str
+    size: int
+    header_digest: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A committed checkpoint.
 
     `created` is ISO 8601 in UTC; `files` maps shard file names to their records; `total_bytes` is the sum of the sizes
-    in `files` and of `trainer_state`; `versions` names the software that wrote it.
+    in `files` and of `trainer_state`; `versions` names the software that wrote it. `references`, in order, are files of
+    earlier checkpoints without which this one is not whole.
     """
 
     root_id: str
@@ -54,6 +67,7 @@ class Manifest:
     trainer_state: FileRecord
     total_bytes: int
     versions: Mapping[str, str]
+    references: tuple[Reference, ...] = ()
     format_version: int = FORMAT_VERSION
 
 
@@ -74,6 +88,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
             name: {"size": record.size, "header_digest": record.header_digest}
             for name, record in sorted(manifest.files.items())
         },
+        "references": [dataclasses.asdict(each) for each in manifest.references],
     }
     return value | {"digest": _digest(value)}
 
@@ -105,6 +120,7 @@ def parse_manifest(path: Path) -> Manifest:
         trainer_state=_parse_trainer_state(_object(value, "trainer_state", path), path),
         total_bytes=_count(value, "total_bytes", path),
         versions={name: _string(versions, name, path, where=f"versions.{name}") for name in versions},
+        references=_parse_references(value.get("references", []), path),
         format_version=version,
     )
     total = manifest.trainer_state.size + sum(record.size for record in manifest.files.values())
@@ -116,14 +132,14 @@ def parse_manifest(path: Path) -> Manifest:
 
 
 def read_trainer_state(directory: Path, manifest: Manifest) -> bytes:
-    """The bytes of the checkpoint's `trainer_state.json`. CheckpointDamagedError unless they are those that were committed."""
+    """The bytes of a checkpoint's `trainer_state.json`; `CheckpointDamagedError` unless they are as committed."""
     path, record = directory / TRAINER_STATE, manifest.trainer_state
     data = fs.read_bytes(path, max_bytes=max(record.size, 1))
     digest = xxhash.xxh3_128_hexdigest(data)
     if (len(data), digest) != (record.size, record.digest):
         raise CheckpointDamagedError(
-            f"{path}: expected {record.size} bytes with digest {record.digest}, found {len(data)} bytes with digest {digest}. "
-            "Resume from another checkpoint."
+            f"{path}: expected {record.size} bytes with digest {record.digest}, found {len(data)} bytes with digest "
+            f"{digest}. Resume from another checkpoint."
         )
     return data
 
@@ -155,6 +171,29 @@ def _parse_files(files: Mapping[str, Any], path: Path) -> dict[str, ShardRecord]
             header_digest=_digest_text(record, "header_digest", path, where=f"files.{name}.header_digest"),
         )
     return records
+
+
+def _parse_references(listed: Any, path: Path) -> tuple[Reference, ...]:
+    if not isinstance(listed, list):
+        raise _unexpected(path, "references", "a list", listed)
+    references = []
+    for number, each in enumerate(listed):
+        where = f"references[{number}]"
+        if not isinstance(each, dict):
+            raise _unexpected(path, where, "an object", each)
+        name = _string(each, "name", path, where=f"{where}.name")
+        if not _FILE_NAME.fullmatch(name):
+            raise _unexpected(path, f"{where}.name", "the name of a shard file", name)
+        references.append(
+            Reference(
+                step=_count(each, "step", path, where=f"{where}.step"),
+                attempt=_count(each, "attempt", path, where=f"{where}.attempt"),
+                name=name,
+                size=_count(each, "size", path, where=f"{where}.size"),
+                header_digest=_digest_text(each, "header_digest", path, where=f"{where}.header_digest"),
+            )
+        )
+    return tuple(references)
 
 
 def _parse_trainer_state(record: Mapping[str, Any], path: Path) -> FileRecord:

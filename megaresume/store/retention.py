@@ -17,6 +17,7 @@ from megaresume.errors import CheckpointDamagedError, ConfigurationError
 from megaresume.store import fs, layout
 from megaresume.store.attempts import newest_attempt_number
 from megaresume.store.discovery import Candidate, check_files, find_candidates
+from megaresume.store.references import referred_to
 
 logger = logging.getLogger("megaresume.store.retention")
 
@@ -35,10 +36,15 @@ def prune(root: Path, *, keep_last: int, attempt: int) -> list[Path]:
     if newest_attempt > attempt:
         logger.warning("%s: nothing removed: attempt %d is newer than this attempt %d", root, newest_attempt, attempt)
         return []
-    candidates, _ = find_candidates(root)
-    removed = [
-        candidate.path for candidate in reversed(_beyond(candidates, keep_last)) if _remove_checkpoint(candidate)
-    ]
+    candidates, passed = find_candidates(root)
+    beyond = _beyond(candidates, keep_last)
+    staying = [each.manifest for each in candidates if each not in beyond]
+    needed = referred_to([*staying, *(each.manifest for each in passed if each.manifest is not None)])
+    held = [each for each in beyond if (each.step, each.attempt) in needed]
+    if held:
+        names = ", ".join(each.path.name for each in held)
+        logger.info("%s: %s kept beyond the last %d: later checkpoints refer to weights in them", root, names, keep_last)
+    removed = [each.path for each in reversed(beyond) if each not in held and _remove_checkpoint(each)]
     if removed:
         logger.info("%s: removed %s; keeping the last %d", root, ", ".join(path.name for path in removed), keep_last)
     return removed

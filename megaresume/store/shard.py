@@ -6,8 +6,10 @@ shapes and bytes; what they mean is said by the index, which is stored and retur
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +42,7 @@ __all__ = [
     "ShardIdentity",
     "ShardRecord",
     "Sink",
+    "Target",
     "TensorSpan",
     "check_identity",
     "read_header",
@@ -51,9 +54,14 @@ __all__ = [
 # Read or written by one system call: few calls, yet what was just hashed or read is still in the processor's cache.
 _BATCH_BYTES = 4 * CHUNK_BYTES
 
+_WRITE_BACK_BYTES = 8 * _BATCH_BYTES
+_READERS = 2  # threads; more do not make memory or one disk faster
+
 # Takes (byte offset inside the tensor, bytes): in order, several times for a large tensor, never for one without bytes.
 # The bytes are only valid during the call.
 Sink: TypeAlias = Callable[[int, memoryview], None]
+# Where a tensor is read to: all of its bytes in memory (flat, writable), or a sink.
+Target: TypeAlias = memoryview | Sink
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ def write_shard(
     spans = _lay_out(entries)
     head = encode_head(spans, identity=identity, index=index)
     with fs.open_for_writing(path) as descriptor:
+        fs.reserve(descriptor, len(head) + (spans[-1].end if spans else 0))
         fs.write_all(descriptor, head)
         set_digests(head, list(_write_data(descriptor, entries)))
         fs.write_all_at(descriptor, head, 0)
@@ -121,7 +130,7 @@ def _write_data(descriptor: int, entries: Sequence[Entry]) -> Iterator[str]:
     """Write the data section, yielding the digest of each chunk."""
     hasher, room = xxhash.xxh3_64(), CHUNK_BYTES
     batch: list[memoryview] = []
-    batched = 0
+    batched = written = 0
     for piece in _pieces(entries):
         hasher.update(piece)
         batch.append(piece)
@@ -132,7 +141,11 @@ def _write_data(descriptor: int, entries: Sequence[Entry]) -> Iterator[str]:
             hasher, room = xxhash.xxh3_64(), CHUNK_BYTES
             if batched >= _BATCH_BYTES:
                 fs.write_vectors(descriptor, batch)
+                written += batched
                 batch, batched = [], 0
+                if written % _WRITE_BACK_BYTES == 0:
+                    # The disk is to be busy from now on, not from the fsync on.
+                    fs.start_write_back(descriptor)
     if room < CHUNK_BYTES:
         yield hasher.hexdigest()
     fs.write_vectors(descriptor, batch)
@@ -222,36 +235,38 @@ def _read_head(descriptor: int, size: int, path: Path) -> bytes:
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
-def stream_tensors(path: Path, header: ShardHeader, sinks: Mapping[str, Sink], *, verify: bool = True) -> None:
-    """Hand the bytes of the tensors named in `sinks` to their sinks, in file order.
+def stream_tensors(
+    path: Path,
+    header: ShardHeader,
+    targets: Mapping[str, Target],
+    *,
+    verify: bool = True,
+    scratch: memoryview | None = None,
+) -> None:
+    """Read the tensors named in `targets`: into a writable view of a tensor's bytes directly, to a sink in file order.
 
-    Chunks in which no sink has a part are not read. With `verify`, a chunk's digest is checked before any of it is
-    handed on. Raises `CheckpointDamagedError` for a name the file does not hold (before any sink is called), and for a
-    file that has changed since `header` was read or differs from its digests (sinks called before had good bytes).
+    Chunks in which no target has a part are not read. With `verify` each chunk is checked, before any of it is handed
+    to a sink; a view may hold bad bytes by the time that this raises. `scratch` (bytes, at least one chunk) is used for
+    what has no view instead of memory of our own: page-locked memory, where a sink copies to an accelerator.
+
+    Raises `CheckpointDamagedError` for a name the file does not hold (before anything is read), and for a file that has
+    changed since `header` was read or differs from its digests (sinks called before had good bytes).
     """
-    missing = sorted(sinks.keys() - header.tensors.keys())
+    missing = sorted(targets.keys() - header.tensors.keys())
     if missing:
         raise CheckpointDamagedError(
             f"{path}: expected tensor {missing[0]!r} in it, found none ({len(missing)} missing)."
         )
-    wanted = [span for span in header.tensors.values() if span.name in sinks and span.begin < span.end]
-    first = 0  # of `wanted` that reaches into the present chunk
-    for begin, chunk in _read_chunks(path, header, _chunk_runs(wanted), verify=verify):
-        end = begin + len(chunk)
-        while wanted[first].end <= begin:
-            first += 1
-        position = first
-        while position < len(wanted) and wanted[position].begin < end:
-            span = wanted[position]
-            low, high = max(span.begin, begin), min(span.end, end)
-            sinks[span.name](low - span.begin, chunk[low - begin : high - begin])
-            position += 1
+    for name, target in targets.items():
+        span = header.tensors[name]
+        assert not isinstance(target, memoryview) or target.nbytes == span.end - span.begin, name
+    wanted = [span for span in header.tensors.values() if span.name in targets and span.begin < span.end]
+    _read_runs(path, header, _chunk_runs(wanted), targets, verify=verify, scratch=scratch)
 
 
 def verify_shard(path: Path, header: ShardHeader) -> None:
     """Read the whole data section and raise `CheckpointDamagedError` where it differs from its digests."""
-    for _ in _read_chunks(path, header, [range(len(header.chunk_digests))], verify=True):
-        pass
+    _read_runs(path, header, [range(len(header.chunk_digests))], {}, verify=True, scratch=None)
 
 
 def _chunk_runs(spans: Sequence[TensorSpan]) -> list[range]:
@@ -266,32 +281,102 @@ def _chunk_runs(spans: Sequence[TensorSpan]) -> list[range]:
     return runs
 
 
-def _read_chunks(
-    path: Path, header: ShardHeader, runs: Sequence[range], *, verify: bool
-) -> Iterator[tuple[int, memoryview]]:
-    """(first byte in the data section, bytes) of each chunk in `runs`; the bytes live until the next is asked for."""
+@dataclass(frozen=True)
+class _Piece:
+    """Where some bytes of one tensor, all of one chunk, are read to, and who is told of them once they are checked."""
+
+    memory: memoryview
+    sink: Sink | None
+    offset: int  # in the tensor
+
+
+def _read_runs(
+    path: Path,
+    header: ShardHeader,
+    runs: Sequence[range],
+    targets: Mapping[str, Target],
+    *,
+    verify: bool,
+    scratch: memoryview | None,
+) -> None:
+    spans = [span for span in header.tensors.values() if span.begin < span.end]
+    ends = [span.end for span in spans]
+    size = len(scratch) // CHUNK_BYTES * CHUNK_BYTES if scratch is not None else _BATCH_BYTES
     data_bytes = header.size - header.data_start
-    buffer = memoryview(bytearray(min(_BATCH_BYTES, data_bytes)))
-    with fs.open_for_reading(path) as (descriptor, size):
-        if size != header.size:
-            raise CheckpointDamagedError(f"{path}: changed meanwhile: expected {header.size} bytes, found {size}.")
-        for run in runs:
-            stop = min(run.stop * CHUNK_BYTES, data_bytes)
-            for start in range(run.start * CHUNK_BYTES, stop, _BATCH_BYTES):
-                batch = buffer[: min(_BATCH_BYTES, stop - start)]
-                fs.read_into_at(descriptor, batch, header.data_start + start, path)
-                for at in range(0, len(batch), CHUNK_BYTES):
-                    chunk = batch[at : at + CHUNK_BYTES]
-                    if verify:
-                        _check_chunk(chunk, start + at, header, path)
-                    yield start + at, chunk
+    # Small reads near one another: the chunk is hashed while it is in the processor's cache, and the disk reads on.
+    batches = iter(
+        [
+            (start, min(start + size, run.stop * CHUNK_BYTES, data_bytes))
+            for run in runs
+            for start in range(run.start * CHUNK_BYTES, min(run.stop * CHUNK_BYTES, data_bytes), size)
+        ]
+    )
+
+    def read(descriptor: int, room: memoryview) -> None:
+        for start, stop in batches:
+            first = bisect.bisect_right(ends, start)
+            chunks = [
+                _cut(spans, first, begin, min(begin + CHUNK_BYTES, stop), targets, room[begin - start :])
+                for begin in range(start, stop, CHUNK_BYTES)
+            ]
+            memory = [piece.memory for pieces in chunks for piece in pieces]
+            fs.read_vectors_at(descriptor, memory, header.data_start + start, path)
+            for number, pieces in enumerate(chunks, start // CHUNK_BYTES):
+                if verify:
+                    _check_chunk([piece.memory for piece in pieces], number, header, path)
+                for piece in pieces:
+                    if piece.sink is not None:
+                        piece.sink(piece.offset, piece.memory)
+
+    with fs.open_for_reading(path) as (descriptor, found):
+        if found != header.size:
+            raise CheckpointDamagedError(f"{path}: changed meanwhile: expected {header.size} bytes, found {found}.")
+        if scratch is not None or any(not isinstance(target, memoryview) for target in targets.values()):
+            # A sink is promised its bytes in order.
+            read(descriptor, scratch if scratch is not None else memoryview(bytearray(min(size, data_bytes))))
+        else:
+            _in_threads(_READERS, lambda: read(descriptor, memoryview(bytearray(min(size, data_bytes)))))
 
 
-def _check_chunk(chunk: memoryview, begin: int, header: ShardHeader, path: Path) -> None:
-    expected, found = header.chunk_digests[begin // CHUNK_BYTES], xxhash.xxh3_64_hexdigest(chunk)
+def _cut(
+    spans: Sequence[TensorSpan],
+    position: int,
+    begin: int,
+    end: int,
+    targets: Mapping[str, Target],
+    room: memoryview,
+) -> list[_Piece]:
+    """The bytes `[begin, end)` of the data section tensor by tensor; `spans[position]` is not behind them."""
+    pieces = []
+    while spans[position].end <= begin:
+        position += 1
+    while position < len(spans) and spans[position].begin < end:
+        span, target = spans[position], targets.get(spans[position].name)
+        low, high = max(span.begin, begin), min(span.end, end)
+        if isinstance(target, memoryview):
+            pieces.append(_Piece(target[low - span.begin : high - span.begin], None, low - span.begin))
+        else:
+            pieces.append(_Piece(room[low - begin : high - begin], target, low - span.begin))
+        position += 1
+    return pieces
+
+
+def _in_threads(count: int, work: Callable[[], None]) -> None:
+    """Run `work`, which takes its share from what is left, on `count` threads; raise what one of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(work) for _ in range(count)]:
+            future.result()
+
+
+def _check_chunk(pieces: Sequence[memoryview], number: int, header: ShardHeader, path: Path) -> None:
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    expected, found = header.chunk_digests[number], hasher.hexdigest()
     if expected != found:
-        first = header.data_start + begin
+        first = header.data_start + number * CHUNK_BYTES
+        size = sum(len(piece) for piece in pieces)
         raise CheckpointDamagedError(
-            f"{path}: damaged between bytes {first} and {first + len(chunk)}: expected digest {expected}, "
+            f"{path}: damaged between bytes {first} and {first + size}: expected digest {expected}, "
             f"found {found}. Resume from another checkpoint."
         )

@@ -76,10 +76,7 @@ class Run:
 
     def stop(self) -> dict[str, Any]:
         """The state all ranks agree on, as a checkpoint would hold it."""
-        texts = {
-            json.dumps({key: value for key, value in sampler.state_dict().items()}, allow_nan=False)
-            for sampler in self.samplers
-        }
+        texts = {json.dumps(sampler.state_dict(), allow_nan=False) for sampler in self.samplers}
         (text,) = texts
         state: dict[str, Any] = json.loads(text)
         return state

@@ -263,9 +263,7 @@ def test_d19_nothing_left_of_the_last_epoch_is_a_normal_end(tail: Any) -> None:
     ],
 )
 def test_d22_changed_data_is_refused_or_recorded(field: str, changed: dict[str, Any], values: str) -> None:
-    settings: dict[str, Any] = dict(
-        dataset_size=100, width=2, global_batch_size=10, seed=1, fingerprint={"name": "a"}
-    )
+    settings: dict[str, Any] = dict(dataset_size=100, width=2, global_batch_size=10, seed=1, fingerprint={"name": "a"})
     run = Run(**settings)
     before = sum(ids_of(run.steps(7)), [])
     state = run.stop()

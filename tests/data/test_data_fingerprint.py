@@ -41,9 +41,17 @@ def test_the_same_data_has_the_same_fingerprint_and_other_data_another(tmp_path:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1, 1.0), (1, True), ("1", b"1"), ([1, 2], [12]), (["ab", "c"], ["a", "bc"]), ({"a": 1}, {"a": 2})]
-    + [(np.zeros(2, "f4"), np.zeros(2, "i4")), (torch.zeros(2, 1), torch.zeros(1, 2))]
-    + [(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16))],
+    [
+        (1, 1.0),
+        (1, True),
+        ("1", b"1"),
+        ([1, 2], [12]),
+        (["ab", "c"], ["a", "bc"]),
+        ({"a": 1}, {"a": 2}),
+        (np.zeros(2, "f4"), np.zeros(2, "i4")),
+        (torch.zeros(2, 1), torch.zeros(1, 2)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)),
+    ],
 )
 def test_samples_that_look_alike_are_told_apart(one: Any, other: Any) -> None:
     assert dataset_fingerprint([one])["samples"] != dataset_fingerprint([other])["samples"]

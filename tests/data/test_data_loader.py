@@ -6,6 +6,10 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, g
 from megaresume.data import DataParallelBatchSampler, ResumableDataLoader
 from megaresume.data.samples import SampleError
 from megaresume.errors import ConfigurationError
+
+# Three workers on a machine with two cores are slow, which is no matter here.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Ids(Dataset[int]):
@@ -58,6 +65,16 @@ class Worker(Ids):
         ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGTERM, signal.SIGUSR1)]
         os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGUSR1)
         return torch.tensor([info is not None, *ignored, int(os.environ.get("MEGARESUME_TEST_INIT", "-1"))])
+
+
+class Stuck(Ids):
+    """Reads its first two samples, and then never comes back."""
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        if self.reads > 2:
+            time.sleep(3600)
+        return index
 
 
 def note_worker(worker_id: int) -> None:
@@ -185,9 +202,7 @@ def test_augmentation_does_not_depend_on_where_the_run_stopped(workers: int) -> 
     whole = lists(ResumableDataLoader(Augmented(24), batch_sampler=sampler(24)), 24)
     rows = [tuple(row) for batch in whole for row in batch]
     assert len(set(rows)) == len(rows) == 48  # other numbers for every sample, and in every epoch
-    loader = ResumableDataLoader(
-        Augmented(24), batch_sampler=sampler(24, consumed_samples=12), num_workers=workers
-    )
+    loader = ResumableDataLoader(Augmented(24), batch_sampler=sampler(24, consumed_samples=12), num_workers=workers)
     assert lists(loader, 18) == whole[6:]
 
 
@@ -212,6 +227,21 @@ def test_workers_ignore_the_signals_of_a_stop() -> None:
     batches = lists(loader, 4)
     assert [row for batch in batches for row in batch] == [[1, 1, 1, worker] for worker in (0, 0, 1, 1) * 2]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the training process keeps its own handlers"
+
+
+def test_a_worker_that_does_not_answer_cannot_hold_up_the_exit() -> None:
+    """After an error torch may have to terminate a worker; one that ignored even that would hang the rank for ever."""
+    code = (
+        "import test_data_loader as t\n"
+        "loader = t.ResumableDataLoader(t.Stuck(8), batch_sampler=t.sampler(8), num_workers=1, prefetch_factor=2)\n"
+        "iterator = iter(loader)\n"
+        "next(iterator)\n"
+        "raise SystemExit(5)\n"
+    )
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    started = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
+    assert started.returncode == 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning memory needs a device")
@@ -245,17 +275,13 @@ def test_failing_samples_are_replaced_alike_everywhere(workers: int, caplog: pyt
     again = loader(36, workers)
     assert lists(again) == whole[18:]
     assert "cannot read" in caplog.text and "StopIteration" in caplog.text and "is None" in caplog.text
-    epochs = [[b for pair in whole[half : half + 20] for b in pair] for half in (0, 20)]
-    first, second = ({w: u for w, u in zip(sum(plain[h : h + 20], []), e, strict=True)} for h, e in
-                     zip((0, 20), epochs, strict=True))
-    assert any(first[wanted] != second[wanted] for wanted in (3, 5, 7, 13)), "replaced alike in every epoch"
+    used_for = [dict(zip(sum(plain[at : at + 20], []), sum(whole[at : at + 20], []), strict=True)) for at in (0, 20)]
+    assert any(used_for[0][wanted] != used_for[1][wanted] for wanted in (3, 5, 7, 13)), "replaced alike in every epoch"
 
 
 def test_replacements_are_counted_when_trained_and_over_a_resume() -> None:
     def make() -> ResumableDataLoader:
-        return ResumableDataLoader(
-            Faulty(40), batch_sampler=sampler(40, epochs=1), max_replacements=9, none_fails=True
-        )
+        return ResumableDataLoader(Faulty(40), batch_sampler=sampler(40, epochs=1), max_replacements=9, none_fails=True)
 
     loader, counts = make(), []
     iterator = iter(loader)
@@ -282,10 +308,25 @@ def test_without_a_policy_errors_are_raised_and_stop_iteration_does_not_end_the_
         order = sampler(40, shuffle=False, consumed_samples=index, micro_batch_size=1, global_batch_size=1)
         next(iter(ResumableDataLoader(Faulty(40), batch_sampler=order, num_workers=workers)))
 
-    with pytest.raises(OSError, match="cannot read 3"):
-        read(3)
+    if workers == 0:  # one error is enough to wait for: torch takes 5 s to end a worker after it
+        with pytest.raises(OSError, match="cannot read 3"):
+            read(3)
     with pytest.raises(SampleError, match="sample 7 of epoch 0 failed to load.*StopIteration"):
         read(7)
+
+
+def test_an_iterator_that_failed_does_not_pass_over_the_batch() -> None:
+    order = sampler(40, shuffle=False)
+    loader = ResumableDataLoader(Faulty(40), batch_sampler=order, collate_fn=list)
+    iterator = iter(loader)
+    assert next(iterator) == [0, 1]
+    with pytest.raises(OSError, match="cannot read 3"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="ended with OSError: cannot read 3; going on would skip"):
+            next(iterator)
+    order.seek(8)  # and it is not live any more
+    assert next(iter(loader)) == [8, 9]
 
 
 def test_replacements_end_after_the_named_number() -> None:

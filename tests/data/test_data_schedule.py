@@ -9,7 +9,15 @@ from megaresume.data import BatchSizeSchedule
 
 @pytest.mark.parametrize(
     ("last", "start", "increment", "samples"),
-    [(16, 4, 4, 36), (64, 8, 8, 1000), (64, 8, 8, 997), (32, 16, 16, 1), (96, 2, 2, 12_345), (9, 3, 3, 7), (40, 4, 4, 3)],
+    [
+        (16, 4, 4, 36),
+        (64, 8, 8, 1000),
+        (64, 8, 8, 997),
+        (32, 16, 16, 1),
+        (96, 2, 2, 12_345),
+        (9, 3, 3, 7),
+        (40, 4, 4, 3),
+    ],
 )
 def test_ramp_up_is_megatrons(last: int, start: int, increment: int, samples: int) -> None:
     calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")

@@ -1,4 +1,4 @@
-"""Streams: resumed through their own state per rank and worker, or refused, or started over where that was asked for."""
+"""Streams: resumed through their own state per rank and worker, or refused, or started over where that was asked."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from megaresume.errors import (
     TrainerStateError,
     UnsupportedError,
 )
+
+# Three workers on a machine with two cores are slow, which is no matter here.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Plain(IterableDataset[Any]):
@@ -165,6 +168,27 @@ def test_d24_restore_behind_a_live_pass_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="live"):
             what.load_state_dict(json.loads(json.dumps({**state, "num_workers": 2})))
     next(iterator)
+
+
+def test_a_pass_that_failed_is_not_taken_for_one_that_ended() -> None:
+    class Failing(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                if sample[0] == 6:
+                    raise OSError("lost")
+                yield sample
+
+    what = loader(Failing(50))
+    iterator = iter(what)
+    next(iterator), next(iterator)
+    what.advance()
+    next(iterator)
+    with pytest.raises(OSError, match="lost"):
+        next(iterator)
+    with pytest.raises(ConfigurationError, match="ended with OSError: lost"):
+        next(iterator)
+    assert what.epoch == 0
+    assert next(iter(what))[:, 0].tolist() == [4, 5]
 
 
 def test_states_are_of_a_rank_and_a_cut() -> None:

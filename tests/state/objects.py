@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from megaresume.errors import StateMismatchError
 from megaresume.megatron.live import describe
 from megaresume.state.rank_state import RankState, RestorePlan, capture, plan_restore
 from megaresume.state.registered import Registered
@@ -186,6 +188,20 @@ def _optimizer_state(optimizer: Any, names: Mapping[Any, str]) -> Any:
 
 def _sorted(part: Mapping[str, Any]) -> Any:
     return [(key, frozen(part[key])) for key in sorted(part)]
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's state by parameter name, options left out."""
+    return {name: frozen(dict(optimizer.state[parameter])) for name, parameter in model.named_parameters()}
+
+
+def refusal(path: Path, model: Any, optimizer: Any, **arguments: Any) -> str:
+    """The message with which a restore is refused; checks that it touched nothing."""
+    before = everything(model, optimizer)
+    with pytest.raises(StateMismatchError) as caught:
+        plan(path, model, optimizer, **arguments)
+    assert everything(model, optimizer) == before
+    return str(caught.value)
 
 
 def advance_all_streams() -> None:

@@ -104,7 +104,7 @@ def test_weights_alone_do_not_ask_what_the_optimizer_was(tmp_path: Path) -> None
     restore(path, Net(seed=1), None, weights_only=True)
 
 
-# --- another model -------------------------------------------------------------------------------------------------------
+# --- another model ---------------------------------------------------------------------------------------------------
 
 
 class OtherShape(Net):
@@ -223,7 +223,7 @@ def test_t14_an_index_that_says_all_is_right_of_a_file_where_it_is_not(name: str
     assert everything(model, optimizer) == before
 
 
-# --- an index from anywhere ---------------------------------------------------------------------------------------------
+# --- an index from anywhere ------------------------------------------------------------------------------------------
 
 REGISTERED = {"ema": {"w": torch.zeros(2), "more": {"b": torch.zeros(3, dtype=torch.int64)}}, "seed": torch.Generator()}
 
@@ -313,7 +313,7 @@ FIRST_STATE = "optimizers 0 groups 0 members 0 state"
         ),
         (assign("version", 2), "index is of version 2, this release reads version 1"),
         (assign("version", True), "index is of version True"),
-        (assign("tensors model/scale kind", "referenced"), "kind: expected stored, found 'referenced'"),
+        (assign("tensors model/scale kind", "elsewhere"), "kind: expected stored or derived or referenced, found 'elsewhere'"),
         (assign("tensors model/scale range", [1, 0]), "range"),
         (
             assign("tensors model/ghost", {"parameter": None, "slot": "x", "range": None, "kind": "stored"}),
@@ -373,7 +373,7 @@ def test_a_tensor_that_nothing_refers_to_is_refused() -> None:
         plan_restore(index, spans, describe([model], optimizer), streams(), Registered(REGISTERED))
 
 
-# --- what cannot be stored -----------------------------------------------------------------------------------------------
+# --- what cannot be stored -------------------------------------------------------------------------------------------
 
 
 def test_two_tensors_under_one_name_are_refused() -> None:

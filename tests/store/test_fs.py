@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,11 @@ def test_what_is_no_plain_file_is_damage_and_no_hang(tmp_path: Path, make: Calla
     assert open_descriptors() == before
 
 
+def test_a_device_is_no_file() -> None:
+    with pytest.raises(CheckpointDamagedError, match="/dev/null: expected a plain file"):
+        fs.read_bytes(Path("/dev/null"), max_bytes=10)
+
+
 def test_a_name_no_file_can_have_is_damage() -> None:
     with pytest.raises(CheckpointDamagedError, match="null"):
         fs.read_bytes(Path("/tmp/nul\0byte"), max_bytes=10)
@@ -299,6 +305,16 @@ def test_a_repeated_key_is_found_quickly_and_named() -> None:
     keys = ",".join(f'"k{number}":0' for number in range(50_000))
     with pytest.raises(CheckpointDamagedError, match="'k49999' stands twice"):
         fs.parse_json(f'{{{keys},"k49999":0}}'.encode(), source="x")
+
+
+def test_an_endless_number_is_refused_by_interpreters_that_have_no_limit_too() -> None:
+    limit = getattr(sys, "get_int_max_str_digits", lambda: 0)()
+    getattr(sys, "set_int_max_str_digits", lambda _: None)(0)
+    try:
+        with pytest.raises(CheckpointDamagedError, match="5000 digits"):
+            fs.parse_json(b"1" * 5000, source="x")
+    finally:
+        getattr(sys, "set_int_max_str_digits", lambda _: None)(limit)
 
 
 def test_accepted_json() -> None:

@@ -161,7 +161,9 @@ def test_without_verification_the_bytes_come_as_they_are(tmp_path: Path) -> None
 # --- hostile headers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 1, 4087, 4089, 12280, 100_000_001, 1 << 31, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize(
+    "length", [0, 1, 4087, 4089, 12280, 24_414 * 4096 - 8, 100_000_001, 1 << 31, 1 << 63, (1 << 64) - 1]
+)
 def test_a_false_header_length_allocates_nothing(length: int, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write(path, small_entries())
@@ -328,6 +330,14 @@ def test_a_header_that_ends_off_the_page_is_damage(tmp_path: Path) -> None:
     table, data = split(path)
     with pytest.raises(CheckpointDamagedError, match="multiple of 4096"):
         read_header(join(path, table, data, align=64))
+
+
+def test_a_header_that_does_not_begin_with_a_brace_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, [entry("a", "U8", (100,))])
+    table, data = split(path)
+    with pytest.raises(CheckpointDamagedError, match="at byte 8, found 0x20"):
+        read_header(join(path, b" " + json.dumps(table).encode(), data))
 
 
 def test_newer_versions_and_other_files_are_told_from_damage(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from megaresume.errors import CheckpointDamagedError, ConfigurationError, FormatError
 from megaresume.store import fs
-from megaresume.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_manifest, to_json
+from megaresume.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_manifest, read_trainer_state, to_json
 from megaresume.store.shard import ShardRecord
 
 SHARD = "tp00-pp00-dp00.safetensors"
@@ -252,3 +252,19 @@ def test_its_size_does_not_depend_on_bytes(tmp_path: Path) -> None:
     large = {name: dataclasses.replace(record, size=10**12) for name, record in manifest.files.items()}
     larger = dataclasses.replace(manifest, files=large, total_bytes=700 + 2 * 10**12)
     assert abs(len(fs.dump_json(to_json(larger))) - len(fs.dump_json(to_json(manifest)))) < 100
+
+
+def test_the_trainer_state_is_what_was_committed_or_damage(tmp_path: Path) -> None:
+    text = b'{"global_step": 1200}\n'
+    record = FileRecord(size=len(text), digest=xxhash.xxh3_128_hexdigest(text))
+    manifest = dataclasses.replace(a_manifest(), trainer_state=record)
+    path = tmp_path / "trainer_state.json"
+    path.write_bytes(text)
+    assert read_trainer_state(tmp_path, manifest) == text
+    for altered in (b"", text[:-1], text + b" ", text.replace(b"1200", b"1300"), bytes(len(text))):
+        path.write_bytes(altered)
+        with pytest.raises(CheckpointDamagedError, match=r"trainer_state\.json: expected"):
+            read_trainer_state(tmp_path, manifest)
+    path.unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"trainer_state\.json: the file is missing"):
+        read_trainer_state(tmp_path, manifest)

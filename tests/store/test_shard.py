@@ -248,14 +248,14 @@ def test_only_the_chunks_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.
     entries = [entry(f"t{number}", "U8", (CHUNK_BYTES // 2,)) for number in range(40)]
     write(path, entries)
     read: list[tuple[int, int]] = []
-    real = fs.read_into_at
+    real = fs.read_vectors_at
 
-    def spy(descriptor: int, view: memoryview, offset: int, where: Path) -> None:
+    def spy(descriptor: int, views: list[memoryview], offset: int, where: Path) -> None:
         if offset >= 4096:
-            read.append(((offset - 4096) // CHUNK_BYTES, len(view) // CHUNK_BYTES))
-        real(descriptor, view, offset, where)
+            read.append(((offset - 4096) // CHUNK_BYTES, sum(map(len, views)) // CHUNK_BYTES))
+        real(descriptor, views, offset, where)
 
-    monkeypatch.setattr(fs, "read_into_at", spy)
+    monkeypatch.setattr(fs, "read_vectors_at", spy)
     assert collect(path, ["t39", "t2", "t3", "t21"]) == {
         f"t{number}": bytes(entries[number].data) for number in (2, 3, 21, 39)
     }

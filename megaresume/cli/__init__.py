@@ -1,0 +1,1 @@
+"""The `megaresume` command."""
