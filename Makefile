@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint bench-data clean
+.PHONY: help demo demo-adapters test test-oldest slurm-test slurm-short lint bench-data clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -27,8 +27,11 @@ OLDEST_TESTS := 2x2x2 or fp16 or virtual or experts or broken
 
 help:
 	@echo "make demo        train, kill, resume and compare, bit for bit (3 to 5 minutes on 2 cores)"
+	@echo "make demo-adapters  the same with three LoRA adapters in turn on one base"
 	@echo "make test        the tests"
 	@echo "make test-oldest the heart of them, with the oldest megatron-core that is supported"
+	@echo "make slurm-test  all kinds of stops on a real Slurm, started here (25 minutes; root, or Slurm installed)"
+	@echo "make slurm-short the three kinds that CI runs (under 3 minutes)"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench-data  how long the sampler takes to its first batch"
 	@echo "make clean       remove what the others made, .venv included"
@@ -36,12 +39,23 @@ help:
 demo: $(READY)
 	$(BIN)/python cookbook/demo.py
 
+demo-adapters: $(READY)
+	$(BIN)/python cookbook/demo_adapters.py
+
 # On the CPU everywhere: the tests' ranks outnumber the devices of most machines.
 test: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q $(TESTS)
 
 test-oldest: $(OLDEST_READY)
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/bin/python -m pytest -q tests/test_exact_resume.py -k '$(OLDEST_TESTS)'
+
+# Both install Slurm where root can, start a cluster for themselves, and leave nothing running.
+slurm-test: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.slurm all
+
+# 77: Slurm cannot be had here, and the reason has been said.
+slurm-short: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.slurm short || test $$? = 77
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -52,7 +66,7 @@ bench-data: $(READY)
 	$(BIN)/python benchmarks/bench_data.py
 
 clean:
-	rm -rf .venv $(OLDEST) demo-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) demo-out demo-adapters-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Made once, and again only when what it installs has changed. A torch that is already in .venv is kept as it is.
 $(READY): setup.py Makefile

@@ -75,14 +75,21 @@ def torchrun(root: Path) -> list[str]:
 
 
 def train(title: str, root: Path, kill_at: int | None = None) -> None:
-    """Run torchrun until it ends, or until `kill_at` is in the step log and then SIGKILL it and all its ranks."""
-    print(f"\n$ {shlex.join(torchrun(root))}", flush=True)
+    """The run of this root, until it ends or until step `kill_at`."""
     log = OUT / f"{title.replace(' ', '-')}.log"
-    lines_before = len(read_steps(root / layout.STEP_LOG))
+    run_until(title, torchrun(root), log, [root / layout.STEP_LOG], TRAIN_ITERS, kill_at)
+
+
+def run_until(
+    title: str, command: list[str], log: Path, step_logs: Sequence[Path], total: int, kill_at: int | None
+) -> None:
+    """Run torchrun until it ends, or until `kill_at` steps are in the logs and then SIGKILL it and all its ranks."""
+    print(f"\n$ {shlex.join(command)}", flush=True)
+    lines_before = [len(read_steps(step_log)) for step_log in step_logs]
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            torchrun(root),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -90,7 +97,7 @@ def train(title: str, root: Path, kill_at: int | None = None) -> None:
             start_new_session=True,
         )
     try:
-        reached = follow(title, process, root / layout.STEP_LOG, lines_before, kill_at)
+        reached = follow(title, process, dict(zip(step_logs, lines_before, strict=True)), total, kill_at)
     finally:
         killed = kill_with_descendants(process)
     if reached and kill_at is not None:
@@ -100,13 +107,16 @@ def train(title: str, root: Path, kill_at: int | None = None) -> None:
         sys.exit(f"torchrun ended with exit code {process.returncode}; the whole output is in {log}")
 
 
-def follow(title: str, process: subprocess.Popen[bytes], step_log: Path, skip: int, until: int | None) -> bool:
-    """Show the steps that the process adds to the step log. True once `until` is there, False when it has ended."""
+def follow(
+    title: str, process: subprocess.Popen[bytes], step_logs: Mapping[Path, int], total: int, until: int | None
+) -> bool:
+    """Show the steps that the process adds to the step logs, which had so many lines before. True once `until` of
+    `total` steps are there, counted over the logs, False when it has ended."""
     began, shown = time.monotonic(), ""
     while process.poll() is None:
-        lines = read_steps(step_log)[skip:]
-        step = lines[-1].step if lines else 0
-        state = f"step {step} of {TRAIN_ITERS}, loss {lines[-1].loss:.4f}" if lines else f"starting {RANKS} ranks"
+        lines = [lines[-1] for step_log, skip in step_logs.items() if (lines := read_steps(step_log)[skip:])]
+        step = sum(line.step for line in lines)
+        state = f"step {step} of {total}, loss {lines[-1].loss:.4f}" if lines else f"starting {RANKS} ranks"
         if sys.stdout.isatty():
             print(f"\r{title}: {state} ({time.monotonic() - began:.0f} s)\033[K", end="", flush=True)
         elif state != shown and step % SAVE_INTERVAL == 0:
@@ -244,15 +254,25 @@ def draw(expected: Sequence[StepLine], found: Sequence[StepLine], path: Path) ->
 
 def verdict(expected: Sequence[StepLine], found: Sequence[StepLine], problems: Sequence[str]) -> int:
     """Print what differs and, last, how many steps match; return the exit code."""
+    return conclude(TRAIN_ITERS, differing_steps(expected, found, TRAIN_ITERS), problems)
+
+
+def differing_steps(expected: Sequence[StepLine], found: Sequence[StepLine], train_iters: int) -> list[str]:
+    """One line for each step that differs or is missing."""
     reference, resumed = final_branch(expected), final_branch(found)
-    steps = range(1, TRAIN_ITERS + 1)
-    matching = [step for step in steps if bits(reference.get(step)) == bits(resumed.get(step)) != ()]
-    for problem in problems:
+    return [
+        f"step {step}: {reference.get(step)} and {resumed.get(step)}"
+        for step in range(1, train_iters + 1)
+        if not bits(reference.get(step)) == bits(resumed.get(step)) != ()
+    ]
+
+
+def conclude(steps: int, differing: Sequence[str], problems: Sequence[str]) -> int:
+    """Print what differs and, last, how many of all steps match; return the exit code."""
+    for problem in [*problems, *differing[:10]]:
         print(f"NOT EQUAL: {problem}")
-    for step in sorted(set(steps) - set(matching))[:10]:
-        print(f"NOT EQUAL: step {step}: {reference.get(step)} and {resumed.get(step)}")
-    exact = not problems and len(matching) == len(steps)
-    print(f"{'exact' if exact else 'not exact'}: {len(matching)} of {len(steps)} steps match bit for bit")
+    exact = not problems and not differing
+    print(f"{'exact' if exact else 'not exact'}: {steps - len(differing)} of {steps} steps match bit for bit")
     return 0 if exact else 1
 
 

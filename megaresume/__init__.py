@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megaresume import errors
 
 if TYPE_CHECKING:
+    from megaresume.adapters import AdapterManager, LoraConfig
     from megaresume.data import DataParallelBatchSampler, ResumableDataLoader
     from megaresume.manager import ResumeManager
     from megaresume.one_call import resume_from_checkpoint
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterManager",
     "DataParallelBatchSampler",
+    "LoraConfig",
     "ResumableDataLoader",
     "ResumeManager",
     "Topology",
@@ -31,7 +34,9 @@ __all__ = [
 ]
 
 _HOME_OF = {
+    "AdapterManager": "megaresume.adapters",
     "DataParallelBatchSampler": "megaresume.data",
+    "LoraConfig": "megaresume.adapters",
     "ResumableDataLoader": "megaresume.data",
     "ResumeManager": "megaresume.manager",
     "Topology": "megaresume.topology",

@@ -21,7 +21,7 @@ _ON_PURPOSE = "To start again here on purpose: start_fresh=True."
 
 @dataclass(frozen=True)
 class Request:
-    """`kind` is "auto" (newest, or a fresh start), "latest" (newest, must exist), "step" (of this root), "directory"."""
+    """`kind` is "auto" (newest or a fresh start), "latest" (newest, must exist), "step" (of this root), "directory"."""
 
     kind: str
     step: int | None = None
@@ -148,7 +148,8 @@ def _choose_own(
         )
         return _choice(candidates, passed, explicit=False, followed=followed)
     target = _find_own(root, request, candidates)
-    newer = [Passed(each.path, each.step, "newer than what was asked for") for each in candidates if each.step > target.step]
+    reason = "newer than what was asked for"
+    newer = [Passed(each.path, each.step, reason) for each in candidates if each.step > target.step]
     return _choice([target], [*newer, *passed], explicit=True)
 
 
@@ -187,15 +188,15 @@ def _check_fresh_start(root: Path, request: Request, passed: Sequence[Passed], j
     listed = "".join(f"\n  {each.path.name}: {each.reason}" for each in passed) or "\n  (no step directory is there)"
     if request.kind == "latest":
         raise CheckpointNotFoundError(
-            f"{root}: no checkpoint can be resumed from, though one was asked for.{listed}\nCheck the path; where there "
-            "is none, a run without resume_from starts from step 0."
+            f"{root}: no checkpoint can be resumed from, though one was asked for.{listed}\nCheck the path; where "
+            "there is none, a run without resume_from starts from step 0."
         )
     anew = "step 0" if request.directory is None else request.directory
     committed = [each for each in passed if layout.parse_staging_directory(each.path.name) is None]
     if committed or os.path.lexists(root / layout.LATEST):
         raise CheckpointNotFoundError(
-            f"{root}: no checkpoint can be resumed from, though this run had committed some. Starting again from {anew} "
-            f"would bury them.{listed}\nRepair or restore one of them, or use another root. {_ON_PURPOSE}"
+            f"{root}: no checkpoint can be resumed from, though this run had committed some. Starting again from "
+            f"{anew} would bury them.{listed}\nRepair or restore one of them, or use another root. {_ON_PURPOSE}"
         )
     attempts = read_attempts(root)
     if request.kind == "auto" and (resumed := [attempt for attempt in attempts if attempt.start_step > 0]):
@@ -205,7 +206,7 @@ def _check_fresh_start(root: Path, request: Request, passed: Sequence[Passed], j
         )
     if job.requeued and all(attempt.job_id != job.job_id for attempt in attempts):
         raise CheckpointNotFoundError(
-            f"{root}: this is restart {job.restart_count} of job {job.job_id}, but no earlier start of that job has been "
-            "here. Every start must name the same root: look for the one before (a time in the path?). If the job was "
-            f"always stopped before it came to resume(), there is nothing to look for. {_ON_PURPOSE}"
+            f"{root}: this is restart {job.restart_count} of job {job.job_id}, but no earlier start of that job has "
+            "been here. Every start must name the same root: look for the one before (a time in the path?). If the job "
+            f"was always stopped before it came to resume(), there is nothing to look for. {_ON_PURPOSE}"
         )

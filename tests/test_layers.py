@@ -18,12 +18,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megaresume"
 # From top to bottom: a module may import from its own layer and from those below it, never from one above.
 LAYERS = (
     ("cli", "launch"),
+    ("adapters",),
     ("manager", "one_call"),
     ("saving", "restoring", "run_objects", "journal", "status", "watch", "resume_request"),
     ("stop", "walltime", "job"),
     ("supervised", "outcome"),
     ("megatron", "progress"),
-    ("state", "adapters", "reshard", "data", "audit"),
+    ("state", "reshard", "data", "audit"),
     ("store",),
     ("topology", "errors"),
 )

@@ -183,7 +183,7 @@ class StreamReader:
         if self._on_iterable is None:
             raise ConfigurationError(
                 f"a plain stream cannot go on after {batches} micro-batches of this rank: only a state of its own "
-                "would tell where that is. Give the dataset state_dict() and load_state_dict() and load what was saved, "
+                "would tell where that is. Give the dataset state_dict() and load_state_dict() and load what it saved, "
                 'or say on_iterable="fast-forward" (read up to there and throw away) or "restart" (begin again)'
             )
 

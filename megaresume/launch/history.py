@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megaresume.launch.records import End, Launch, PastTry, past_tries
@@ -23,8 +24,8 @@ SILENT_S = 600.0  # longer than most steps and saves: a run that says nothing fo
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. training: steps that count, without saves; lost: steps that were trained again; waiting: between starts,
-    starts that came to nothing included. `lost_steps` is their number."""
+    """Seconds. training: steps that count; saving: what saves made them longer, and each attempt's last save; lost:
+    steps trained again, `lost_steps` of them; waiting: between starts, those that came to nothing included."""
 
     total: float = 0.0
     training: float = 0.0
@@ -142,20 +143,24 @@ def account(
         waiting += max(begin - last, 0.0) if last is not None else 0.0
         resuming += max(ready - begin, 0.0)
         kept_until = min((each.start_step for each in attempts if each.attempt > attempt.attempt), default=None)
-        mark = ready
-        for line in lines:
-            at = _seconds(line.time) or mark
+        intervals = _intervals(ready, lines)
+        usual = median([seconds for _, _, seconds in intervals]) if intervals else 0.0
+        saves = [
+            (_seconds(each.get("time")) or 0.0, each.get("seconds")) for each in mine if each.get("event") == "save"
+        ]
+        for line, begun, seconds in intervals:
+            # What a save costs is what its step took longer: a save behind the training costs next to nothing.
+            longest = sum(float(took or 0.0) for when, took in saves if begun < when <= begun + seconds)
+            cost = min(longest, max(seconds - usual, 0.0))
+            saving += cost
             if kept_until is not None and line.step > kept_until:
-                lost += max(at - mark, 0.0)
+                lost += seconds - cost
                 lost_steps += 1
             else:
-                training += max(at - mark, 0.0)
-            mark = max(mark, at)
-        saves = sum(float(each.get("seconds") or 0.0) for each in mine if each.get("event") == "save")
-        saving += saves
-        # Saves between two steps lie in the later one's time; one after the last step does not.
-        final = max([mark, *(seconds for each in mine if (seconds := _seconds(each.get("time"))) is not None)])
-        training -= min(max(saves - (final - mark), 0.0), training)
+                training += seconds - cost
+        mark = intervals[-1][1] + intervals[-1][2] if intervals else ready
+        final = max([mark, *(_seconds(each.get("time")) or mark for each in mine)])
+        saving += final - mark  # after the last step there is only the last save
         last = final
     if first is None or last is None:
         return Times()
@@ -170,6 +175,17 @@ def account(
         waiting=waiting,
         lost_steps=lost_steps,
     )
+
+
+def _intervals(ready: float, lines: Sequence[StepLine]) -> list[tuple[StepLine, float, float]]:
+    """(line, when its step began, how long it took) of one attempt's steps."""
+    found: list[tuple[StepLine, float, float]] = []
+    mark = ready
+    for line in lines:
+        at = max(_seconds(line.time) or mark, mark)
+        found.append((line, mark, at - mark))
+        mark = at
+    return found
 
 
 def _begin_of(attempt: Attempt, tries: Sequence[PastTry], ready: float, previous_end: float | None) -> float:

@@ -46,6 +46,7 @@ START_TIMEOUT_S = 1800.0  # until the first sign of life: a container, imports, 
 _LOOK_EVERY_S = 1.0
 _PEERS_GRACE_S = 5.0  # for the other hosts' ranks to end by themselves, with a better reason, after one has failed
 _LEADER_TIMEOUT_S = 300.0
+_STOPPED_LEADER_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -188,15 +189,18 @@ class _Supervisor:
 
     def _await_leader(self, number: int) -> Try | End:
         """What the leader has decided; a crash where it says nothing: its host is lost, or looks at another root."""
-        deadline = time.monotonic() + _LEADER_TIMEOUT_S
+        deadline, asked = time.monotonic() + _LEADER_TIMEOUT_S, self._stop is not None
         while time.monotonic() < deadline:
+            if self._stop is not None and not asked:
+                # The scheduler wants this host now; a leader that is there hears the same, and ends within this time.
+                deadline, asked = min(deadline, time.monotonic() + _STOPPED_LEADER_TIMEOUT_S), True
             end = self._launch.read_end()
             record = self._launch.read_try(number)
             if end is not None or record is not None:
                 return end or record or _end(CRASHED, "unreachable")
             self._listen(_LOOK_EVERY_S / 2)
         where = self._launch.directory
-        return _end(CRASHED, f"no word from node rank 0 in {where} for {_LEADER_TIMEOUT_S:.0f} s: is the root shared?")
+        return _end(CRASHED, f"no word from node rank 0 in {where}: is its host lost, or the root not shared?")
 
     # --- a try -------------------------------------------------------------------------------------------------------
 

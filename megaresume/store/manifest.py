@@ -120,7 +120,7 @@ def parse_manifest(path: Path) -> Manifest:
         trainer_state=_parse_trainer_state(_object(value, "trainer_state", path), path),
         total_bytes=_count(value, "total_bytes", path),
         versions={name: _string(versions, name, path, where=f"versions.{name}") for name in versions},
-        references=_parse_references(value.get("references", []), path),
+        references=_parse_references(value.get("references"), path),
         format_version=version,
     )
     total = manifest.trainer_state.size + sum(record.size for record in manifest.files.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -494,3 +496,48 @@ def test_adapters_come_and_go_while_others_train(ranks: Ranks, tmp_path: Path) -
         "absent": ["b"],
         "a": True,
     }
+
+
+def stopped_by_a_signal(root: Path) -> dict[str, Any]:
+    reference = life(ONE, [A, replace(B, steps=5)], root / "reference")
+    with opened(ONE, [replace(A, save_every=None), replace(B, steps=5)], root / "run") as live:
+        live.adapters.resume_all()
+        results = {("a", 1): train_step(live, "a"), ("b", 1): train_step(live, "b")}
+        os.kill(os.getpid(), signal.SIGTERM)
+        results["a", 2] = train_step(live, "a")  # posts the wish
+        noticed = live.adapters.should_stop
+        results["b", 2] = train_step(live, "b")  # hears it
+        stopped = live.adapters.should_stop
+        saved = {name: sorted(p.name for p in adapter_root(root / "run", name).glob("step-*")) for name in ("a", "b")}
+    results |= life(ONE, [A, replace(B, steps=5)], root / "run")
+    return {"noticed": (noticed, stopped), "saved": saved, "equal": results == reference}
+
+
+def test_a_stop_is_a_stop_for_all_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    assert on_one(ranks, stopped_by_a_signal, tmp_path) == {
+        "noticed": (False, True),
+        "saved": {"a": ["step-00000002"], "b": ["step-00000002"]},
+        "equal": True,
+    }
+
+
+def fall_back(root: Path) -> dict[str, Any]:
+    with opened(ONE, [A], root) as live:
+        live.adapters.resume_all()
+        train(live)
+    newest = adapter_root(root, "a") / "step-00000005"
+    shard = next(newest.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(bytes(data))
+    with opened(ONE, [A], root) as live:
+        report = live.adapters.resume("a")
+        with refused(ConfigurationError) as told:
+            add(live.adapters, replace(A, name="later"), live.training["a"], async_save=True)
+    return {"step": report.resumed.step, "passed": report.resumed.passed[0][0], "told": told[0]}
+
+
+def test_a_damaged_checkpoint_of_an_adapter_is_passed_over_aloud(ranks: Ranks, tmp_path: Path) -> None:
+    found = on_one(ranks, fall_back, tmp_path)
+    assert (found["step"], found["passed"]) == (4, "step-00000005")
+    assert "async_save" in found["told"]

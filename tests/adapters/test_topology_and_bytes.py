@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ from megaresume.adapters import AdapterManager, LoraConfig
 from megaresume.errors import TopologyMismatchError
 from megaresume.store.shard import read_header
 from tests.adapters.tenants import (
+    Crash,
     Live,
     Tenant,
     adapter_root,
+    add,
     assert_same_checkpoint,
+    attach,
     build_base,
     life,
     opened,
     train,
+    train_step,
     training_of,
 )
 from tests.harness import tree
@@ -30,9 +35,6 @@ from tests.small_models import SmallModel
 
 A = Tenant("a", LoraConfig(rank=4, alpha=8), steps=2, save_every=2)
 B = Tenant("b", LoraConfig(rank=2, alpha=2, targets=("linear_fc1",)), steps=2)
-
-# Room of a file's head beyond its tensors, per rank: one block of 4096 bytes holds the names of a small adapter.
-OVERHEAD_PER_FILE = 3 * 4096
 
 
 def other_layout(config: SmallModel, root: Path) -> str:
@@ -69,9 +71,10 @@ def save_one(config: SmallModel, root: Path) -> int:
     with opened(config, [replace(A, save_every=None), B], root) as live:
         live.adapters.resume_all()
         train(live)
-        before = tree(adapter_root(root, "b"))
+        alone = torch.distributed.get_rank() == 0  # which writes all but the shards
+        before = tree(adapter_root(root, "b")) if alone else {}
         live.adapters.save("a")
-        assert tree(adapter_root(root, "b")) == before
+        assert not alone or tree(adapter_root(root, "b")) == before
         return held_bytes(live, "a")
 
 
@@ -90,18 +93,22 @@ def test_a_save_writes_the_adapter_and_its_optimizer_and_none_of_the_base(ranks:
     checkpoint = adapter_root(tmp_path, "a") / "step-00000002"
     files = sorted(checkpoint.glob("*.safetensors"))
     assert len(files) == 4
-    streams = 0
+    data: Counter[str] = Counter()
     for path in files:
         header = read_header(path)
+        listed = header.index["tensors"]
         assert all(".a.weight" in name for name in header.index["parameters"])
-        for name, entry in header.index["tensors"].items():
-            streams += header.tensors[name].end - header.tensors[name].begin if entry["slot"] == "rng" else 0
-    written = sum(path.stat().st_size for path in files)
-    # Weights in bf16 lie in the masters' rounding or beside them: at most half of the masters' bytes more.
-    masters = sum(held) // 3
-    assert sum(held) <= written - streams <= sum(held) + masters // 2 + len(files) * OVERHEAD_PER_FILE
-    base = sum(each["size"] for each in json.loads((checkpoint / "manifest.json").read_text())["files"].values())
-    assert base == written
+        for name, span in header.tensors.items():
+            data[listed[name]["slot"]] += span.end - span.begin
+        # The stated overhead: the file's head, in steps of 4096 bytes.
+        assert header.data_start <= 4096 + 600 * (len(listed) + len(header.index["parameters"]))
+        assert path.stat().st_size == header.data_start + sum(s.end - s.begin for s in header.tensors.values())
+    assert data.keys() <= {"weight", "master", "exp_avg", "exp_avg_sq", "step", "rng"}
+    assert data["master"] + data["exp_avg"] + data["exp_avg_sq"] + data["step"] == sum(held)
+    # In bf16, half of the masters' bytes where all are stored; what is rounded from its master need not be.
+    assert data["weight"] <= data["master"] // 2
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert sum(each["size"] for each in manifest["files"].values()) == sum(path.stat().st_size for path in files)
 
 
 TINY = Tenant("tiny", LoraConfig(rank=1, alpha=1, targets=("linear_proj",)), steps=3, save_every=2)
@@ -136,28 +143,17 @@ def test_a_stage_without_any_target_takes_part(ranks: Ranks, tmp_path: Path) -> 
 
 
 def one_stage(config: SmallModel, root: Path, steps: int) -> dict[int, Any]:
-    from megatron.core import parallel_state
-
-    from tests.adapters import tenants
-
-    last = parallel_state_of(config)
+    last = torch.distributed.get_rank() == config.pp - 1
     targets = ("linear_proj",) if last else ("no_such_linear",)
     tenant = Tenant("a", LoraConfig(rank=2, alpha=2, targets=targets), steps=steps)
     facts = LoraConfig(rank=2, alpha=2, targets=("linear_proj",))
-    results = {}
     chunks = build_base(config)
-    assert parallel_state.is_pipeline_last_stage() == last
-    training = tenants.attach(chunks, config, tenant)
+    training = attach(chunks, config, tenant)
     with AdapterManager(root, model=chunks) as adapters:
-        tenants.add(adapters, replace(tenant, config=facts), training)
+        add(adapters, replace(tenant, config=facts), training)
         live = Live(config, chunks, [tenant], adapters, {"a": training})
         adapters.resume_all()
-        results = {step: result for (_, step), result in train(live).items()}
-    return results
-
-
-def parallel_state_of(config: SmallModel) -> bool:
-    return torch.distributed.get_rank() == config.pp - 1
+        return {step: result for (_, step), result in train(live).items()}
 
 
 # --- many ------------------------------------------------------------------------------------------------------------
@@ -187,7 +183,8 @@ def test_thirty_two_adapters_killed_and_resumed_are_the_uninterrupted_ones(ranks
     ranks.run(life, config, MANY, tmp_path / "cut", 45, world_size=2, timeout_s=300)
     resumed = ranks.run(life, config, MANY, tmp_path / "cut", world_size=2, timeout_s=300)
     for ours, reference in zip(resumed, whole, strict=True):
-        assert len(ours) > 32 and ours == {key: reference[key] for key in ours}
+        # 19 were to make their second step; 10 of those had not been saved at all, and make both again.
+        assert len(ours) == 29 and ours == {key: reference[key] for key in ours}
     for tenant in MANY:
         assert_same_checkpoint(
             adapter_root(tmp_path / "cut", tenant.name) / "step-00000002",
@@ -225,14 +222,12 @@ class BottleneckLayers(torch.nn.Module):
 
 
 def bottlenecks(config: SmallModel, root: Path, crash_after: int | None) -> dict[int, Any]:
-    from tests.adapters.tenants import Crash, add, train_step
-
     chunks = build_base(config)
     layers = []
     for layer in chunks[0].module.module.decoder.layers:
-        layer.mlp.bottleneck_h = Bottleneck(config.hidden_size, torch.bfloat16)
-        layer.mlp.register_forward_hook(layer.mlp.bottleneck_h)
-        layers.append(layer.mlp.bottleneck_h)
+        layer.bottleneck_h = Bottleneck(config.hidden_size, torch.bfloat16)
+        layer.mlp.register_forward_hook(layer.bottleneck_h)
+        layers.append(layer.bottleneck_h)
     tenant = Tenant("h", LoraConfig(rank=1, alpha=1), steps=4, save_every=2)
     training = training_of(chunks, config, tenant, [BottleneckLayers(chunks[0].config, layers)])
     chunks[0].module.module.embedding.register_forward_hook(lambda m, i, out: out.requires_grad_(True))
@@ -259,7 +254,6 @@ def bottlenecks(config: SmallModel, root: Path, crash_after: int | None) -> dict
                     raise Crash
     except Crash:
         pass
-    del add
     return results
 
 

@@ -17,6 +17,9 @@ from megaresume.data import BatchSizeSchedule
         (96, 2, 2, 12_345),
         (9, 3, 3, 7),
         (40, 4, 4, 3),
+        # where floating point begins a stage one sample later than exact division would
+        (8, 1, 1, 9),
+        (8, 1, 1, 29),
     ],
 )
 def test_ramp_up_is_megatrons(last: int, start: int, increment: int, samples: int) -> None:

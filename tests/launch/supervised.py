@@ -23,7 +23,7 @@ from megaresume.store.steplog import StepLine, read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TRAINEE = REPOSITORY / "tests" / "launch" / "trainee.py"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 @dataclass

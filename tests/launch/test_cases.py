@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from megaresume import DataParallelBatchSampler, ResumableDataLoader, ResumeManager, supervised
+from megaresume import DataParallelBatchSampler, ResumableDataLoader, ResumeManager, read_progress, supervised
 from megaresume.cli.main import main
 from megaresume.errors import CheckpointNotFoundError
 from megaresume.launch import sbatch
@@ -59,26 +60,33 @@ def train(root: Path, steps: int, *, signal_after: float | None = None, **manage
     return manager
 
 
-def stop_at_random_moments(root: Path, times: int) -> int:
-    """On a rank: train, be signalled, and start again, so many times; returns the step reached."""
+def stop_at_random_moments(directory: Path, runs: int, times: int) -> dict[str, int]:
+    """On a rank: train, be signalled, start again, so many times in each of so many runs; returns the steps reached."""
     logging.getLogger("megaresume").setLevel(logging.ERROR)
-    random_moments = random.Random(11)
-    step = 0
-    for _ in range(times):
-        manager = train(root, 10**9, signal_after=random_moments.uniform(-0.01, 0.04), save_every=7, keep_last=2)
-        assert manager.should_stop and manager.step >= step
-        step = manager.step
-    return step
+    moments = random.Random(11)
+    reached = {}
+    for name in map(str, range(runs)):
+        step = 0
+        for _ in range(times):
+            manager = train(
+                directory / name, 10**9, signal_after=moments.uniform(-0.01, 0.04), save_every=7, keep_last=2
+            )
+            assert manager.should_stop and manager.step >= step
+            step = manager.step
+        reached[name] = step
+    return reached
 
 
 def test_j01_j08_signals_at_200_random_moments_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    (reached,) = ranks.run(stop_at_random_moments, cut, 200, world_size=1, timeout_s=240)
-    ranks.run(_train_quietly, whole, reached, world_size=1)
-    assert reached > 200
-    assert len(read_attempts(cut)) == 200
-    assert losses(cut) == losses(whole)
-    assert len(list(cut.glob("step-*"))) == 2, "emergency checkpoints are in the rotation too"
+    (reached,) = ranks.run(stop_at_random_moments, tmp_path, 10, 20, world_size=1, timeout_s=240)
+    ranks.run(_train_quietly, tmp_path / "whole", max(reached.values()), world_size=1)
+    whole = losses(tmp_path / "whole")
+    assert sum(reached.values()) > 200
+    for name, step in reached.items():
+        root = tmp_path / name
+        assert len(read_attempts(root)) == 20
+        assert losses(root) == {each: whole[each] for each in range(1, step + 1)}
+        assert len(list(root.glob("step-*"))) <= 2, "emergency checkpoints are in the rotation too"
 
 
 def _train_quietly(root: Path, steps: int) -> None:
@@ -86,7 +94,40 @@ def _train_quietly(root: Path, steps: int) -> None:
     train(root, steps)
 
 
-# --- J02: the job script, with a Slurm that is not there -----------------------------------------------------------------
+# --- the end of the job's time ----------------------------------------------------------------------------------------
+
+
+def test_the_run_stops_by_itself_when_the_jobs_time_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megaresume")
+    train(tmp_path, 4, save_every=2)  # from which it learns how long a save takes
+    manager = train(tmp_path, 10**9, save_every=1000, job_end=time.time() + 21.5)
+    assert manager.should_stop
+    assert 4 < manager.step < 10**9
+    assert read_progress(tmp_path).global_step == manager.step
+    assert "the job ends in" in caplog.text
+
+
+def test_a_save_that_cannot_be_finished_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes so long that the job is about to be killed when it ends: the checkpoint of a step ago must do."""
+    late = 0.0
+    clock = types.SimpleNamespace(time=lambda: time.time() + late)
+    monkeypatch.setattr("megaresume.walltime.time", clock)
+    train(tmp_path, 4, save_every=2)
+
+    class Slow(torch.nn.Linear):
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            nonlocal late
+            late = 1000.0
+            return super().forward(features)
+
+    monkeypatch.setattr(torch.nn, "Linear", Slow)
+    manager = train(tmp_path, 10**9, save_every=1000, job_end=time.time() + 1000.0)
+    assert manager.should_stop
+    assert manager.step == 6, "a stop is agreed on one step after it is wanted"
+    assert read_progress(tmp_path).global_step == 4
+
+
+# --- J02: the job script, with a Slurm that is not there -----------------------------------------------------------
 
 TORCHRUN = """
 import os, sys, time
@@ -191,7 +232,7 @@ def test_j02_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
     assert "NOT queued again: the job is COMPLETING: cancelled" in log
 
 
-# --- J12, J14 -------------------------------------------------------------------------------------------------------------
+# --- J12, J14 -------------------------------------------------------------------------------------------------------
 
 
 def test_j12_a_requeued_job_that_finds_nothing_does_not_begin_again(
@@ -231,11 +272,11 @@ def test_j14_elastic_restarts_go_on_from_the_last_commit_and_not_from_the_base(t
     log = start(60, root, TRAINEE_FROM=str(base / "step-00000020"), TRAINEE_DIE="43", TRAINEE_STEP_S="0.1")
     attempts = read_attempts(root)
     assert [(each.start_step, each.resumed_from) for each in attempts] == [(20, None), (40, (1, 40))]
-    assert [each.restart_count for each in attempts] == [0, 1]
+    assert attempts[0].restart_count == 0 and (attempts[1].restart_count or 0) >= 1
     assert "is passed over" in log and "has checkpoints of its own, the newest is step 40" in log
 
 
-# --- what users copy --------------------------------------------------------------------------------------------------------
+# --- what users copy --------------------------------------------------------------------------------------------------
 
 
 def test_the_copied_job_script_is_what_render_gives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,8 +285,8 @@ def test_the_copied_job_script_is_what_render_gives(capsys: pytest.CaptureFixtur
     command = copied[copied.index("torchrun --nproc") : copied.index(" &\nsrun=$!")]
     training = shlex.split(command.replace("\\\n", "").replace('"$root"', "/shared/checkpoints/gpt"))
     assert lines[0] == "#!/bin/bash"
-    options = "--root /shared/checkpoints/gpt --job-name gpt --nodes 2 --gpus-per-node 8 --partition gpu --venv /shared/venv --"
-    assert main(["slurm", "render", *options.split(), *training]) == 0
+    options = "--root /shared/checkpoints/gpt --job-name gpt --nodes 2 --gpus-per-node 8 --partition gpu"
+    assert main(["slurm", "render", *options.split(), "--venv", "/shared/venv", "--", *training]) == 0
     assert capsys.readouterr().out == copied
 
 

@@ -1,7 +1,8 @@
 """A throw-away Slurm cluster on this host: slurmctld, one slurmd per node, munge. Writes only below one directory.
 
-Debian's packages are enough (slurmctld, slurmd, slurm-client, munge): several of its slurmd run on one host. No systemd,
-nothing in /etc or /var. `stop` ends every process that belongs to the cluster, jobs' processes too. Knows no megaresume.
+Debian's packages are enough (slurmctld, slurmd, slurm-client, munge): several of its slurmd run on one host. No
+systemd, nothing in /etc or /var. `stop` ends every process that belongs to the cluster, jobs' processes too. Knows no
+megaresume.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Cluster:
         return False
 
     def _kill_all(self, *, spare_munge: bool) -> list[int]:
-        """Every process with our SLURM_CONF in its environment, but for this one and its parents: daemons, steps, jobs."""
+        """Each process with our SLURM_CONF in its environment, save this one and its parents: daemons, steps, jobs."""
         spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         munge_pid = self.directory / "munge" / "pid"
         if spare_munge and munge_pid.exists():

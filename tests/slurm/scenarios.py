@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TRAINEE = REPOSITORY / "tests" / "slurm" / "trainee.py"
 STEPS = 60
 INTERVAL = 10
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 
 
 @dataclass

@@ -1,0 +1,91 @@
+"""Saving and loading: megaresume beside its peers and beside what this machine allows, in one run.
+
+    make bench                                   1 and 4 ranks, a state of about 1 GB, 5 rounds
+    python benchmarks/bench_store.py --help
+
+A GPT of megatron-core (bf16, distributed optimizer, on the CPU) is saved and loaded by each in turn, round after round,
+so that a disk that drifts drifts for all. Writes bench-out/bench.json and bench-out/bench.png, prints a table with every
+contender's settings, and last `bench: N of M targets met`. Needs about 4 times the state in memory and on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+MODES = {1: {"tp": 1, "dp": 1}, 4: {"tp": 2, "dp": 2}}
+HIDDEN = 1024
+BYTES_PER_LAYER = 14 * 12 * HIDDEN**2  # weights in bf16, masters and two moments in fp32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state, over all ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    from benchmarks.storebench import report
+
+    options.out.mkdir(exist_ok=True)
+    results: dict[str, Any] = {}
+    for world in options.ranks:
+        mode = f"{world} rank{'s' * (world > 1)}"
+        results[mode] = run_mode(world, options)
+        print(report.table(mode, results[mode]), flush=True)
+    print("settings")
+    for name, settings in next(iter(results.values()))["settings"].items():
+        print(f"  {name:32s}{settings}")
+    machine = {"host": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
+    (options.out / "bench.json").write_text(json.dumps({"machine": machine, "modes": results}, indent=1), "utf-8")
+    report.picture(results, options.out / "bench.png")
+    print(f"{options.out / 'bench.json'} and {options.out / 'bench.png'} written")
+    print(report.verdict([target for mode, result in results.items() for target in report.targets_of(mode, result)]))
+
+
+def run_mode(world: int, options: argparse.Namespace) -> dict[str, Any]:
+    scratch = (options.out / "scratch").resolve()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    layers = max(1, round(options.gigabytes * 1e9 / BYTES_PER_LAYER))
+    try:
+        torch.multiprocessing.spawn(_rank, (world, port, layers, options.rounds, str(scratch)), nprocs=world)
+        result: dict[str, Any] = json.loads((scratch / "result.json").read_text("utf-8"))
+        return result
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _rank(rank: int, world: int, port: int, layers: int, rounds: int, scratch: str) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    from benchmarks.storebench.rounds import measure
+    from tests.small_models import SmallModel
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    config = SmallModel(
+        **MODES[world], num_layers=layers, hidden_size=HIDDEN, global_batch_size=MODES[world]["dp"], dropout=0.0
+    )
+    result = measure(config, Path(scratch), rounds)
+    if rank == 0:
+        Path(scratch, "result.json").write_text(json.dumps(result), "utf-8")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

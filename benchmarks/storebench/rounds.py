@@ -1,0 +1,184 @@
+"""One mode (so many ranks) of the benchmark, on one rank: contenders and limits in turn, round after round."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.storebench import limits
+from benchmarks.storebench.contenders import Contender, all_contenders
+from benchmarks.storebench.measuring import drop_from_cache, files_below, memory_peak, slowest, timed
+from megaresume.megatron.live import describe
+from megaresume.megatron.rng import random_streams
+from megaresume.state.rank_state import capture
+from megaresume.state.registered import Registered
+from tests.small_models import Run, SmallModel, build
+
+SCRATCH_STEPS = 2  # before anything is measured: the optimizer's state exists from the first on
+STEPS_DURING = 6
+
+
+@dataclass
+class Results:
+    """Seconds (or bytes) of every round, by contender and by row; what failed, in words."""
+
+    state_bytes: int = 0
+    file_bytes: int = 0
+    rows: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def add(self, row: str, name: str, value: float) -> None:
+        self.rows.setdefault(row, {}).setdefault(name, []).append(value)
+
+
+def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
+    """All of a mode; the same result on every rank. Collective."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    run = build(config)
+    for step in range(SCRATCH_STEPS):
+        run.train_step(step)
+    live = describe(run.chunks, run.optimizer)
+    tensors = capture(live, random_streams(None), Registered({})).tensors
+    results = Results(state_bytes=_total(sum(tensor.nbytes for tensor in tensors.values())))
+    contenders = all_contenders(run, tensors, directory)
+    results.settings = {each.name: each.settings for each in contenders}
+    own_bytes = _measure_first(contenders, directory, results)
+    results.file_bytes = _total(own_bytes)
+    raw = directory / f"raw{dist.get_rank()}"
+    for number in range(rounds):
+        _measure_limits(results, tensors, raw, own_bytes)
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            _one_round(contender, directory, results)
+    _measure_steps(run, contenders, directory, results)
+    return vars(results)
+
+
+def _total(mine: int) -> int:
+    tensor = torch.tensor([mine])
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def _measure_first(contenders: list[Contender], directory: Path, results: Results) -> int:
+    """The first save of each in this process, and the memory that it takes; returns this rank's bytes of ours."""
+    own_bytes = 0
+    for contender in contenders:
+        path, peak = directory / contender.name.replace(" ", "-"), list[int]()
+        gc.collect()
+
+        def save(contender: Contender = contender, path: Path = path, peak: list[int] = peak) -> None:
+            with memory_peak(peak):
+                contender.save(path).wait()
+
+        seconds = _attempt(contender, "first save", results, lambda save=save: timed(save))  # type: ignore[misc]
+        if seconds is not None:
+            results.add("first save", contender.name, seconds)
+            results.add("memory of a save", contender.name, slowest(peak[0]))
+            sizes = [file.stat().st_size for file in files_below(contender.where(path))]
+            results.add("bytes written", contender.name, sum(sizes))
+            if contender.ours and not own_bytes:
+                shards = sorted(contender.where(path).glob("*.safetensors"))
+                own_bytes = shards[dist.get_rank()].stat().st_size
+        _remove(contender, path)
+    return own_bytes
+
+
+def _measure_limits(results: Results, tensors: Any, raw: Path, size: int) -> None:
+    copy = limits.copy_limit(tensors)
+    copy()
+    results.add("limits", "copy", timed(copy))
+    results.add("limits", "write", timed(limits.write_limit(raw, size)))
+    for threads in (1, 2):
+        drop_from_cache_of(raw)
+        results.add("limits", f"read cold, {threads} threads", timed(limits.read_limit(raw, threads=threads)))
+    raw.unlink()
+
+
+def drop_from_cache_of(raw: Path) -> None:
+    """Only files `raw*` lie beside contenders' directories, which are empty at that time."""
+    drop_from_cache(raw.parent)
+
+
+def _one_round(contender: Contender, directory: Path, results: Results) -> None:
+    path = directory / contender.name.replace(" ", "-")
+    box: list[Any] = []
+
+    def save() -> tuple[float, float]:
+        dist.barrier()
+        started = time.perf_counter()
+        box.append(contender.save(path))
+        blocked = time.perf_counter() - started
+        box[0].wait()
+        return slowest(blocked), slowest(time.perf_counter() - started)
+
+    times = _attempt(contender, "save", results, save)
+    if times is not None:
+        results.add("blocking", contender.name, times[0])
+        results.add("durable", contender.name, times[1])
+        load = contender.load
+        if load is not None:
+            peak: list[int] = []
+
+            def warm() -> float:
+                with memory_peak(peak):
+                    return timed(lambda: load(path))
+
+            seconds = _attempt(contender, "load", results, warm)
+            if seconds is not None:
+                results.add("load warm", contender.name, seconds)
+                results.add("memory of a load", contender.name, slowest(peak[0]))
+                drop_from_cache(contender.where(path))
+                results.add("load cold", contender.name, timed(lambda: load(path)))
+    _remove(contender, path)
+
+
+def _attempt(contender: Contender, what: str, results: Results, function: Callable[[], Any]) -> Any | None:
+    key = f"{contender.name}: {what}"
+    if key in results.failures:
+        return None
+    try:
+        return function()
+    except Exception as error:
+        if contender.ours:
+            raise
+        results.failures[key] = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+        return None
+
+
+def _remove(contender: Contender, path: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(contender.where(path), ignore_errors=True)
+    dist.barrier()
+
+
+def _measure_steps(run: Run, contenders: list[Contender], directory: Path, results: Results) -> None:
+    """How long training steps take while a save is being written, and while none is."""
+    for _ in range(2):
+        for _ in range(STEPS_DURING):
+            results.add("step", "no save", timed(lambda: run.train_step(0)))
+        for contender in (each for each in contenders if each.asynchronous):
+            path = directory / contender.name.replace(" ", "-")
+            saving = _attempt(contender, "save", results, lambda c=contender, p=path: c.save(p))  # type: ignore[misc]
+            if saving is None:
+                continue
+            for _ in range(STEPS_DURING):
+                unfinished = _total(int(not saving.done()))
+                if not unfinished:
+                    break
+                results.add("step", contender.name, timed(lambda: run.train_step(0)))
+            saving.wait()
+            _remove(contender, path)
