@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-adapters test test-oldest slurm-test slurm-short lint bench-data clean
+.PHONY: help demo demo-adapters test test-oldest slurm-test slurm-short lint bench bench-data bench-adapters gpu-check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -33,14 +33,17 @@ help:
 	@echo "make slurm-test  all kinds of stops on a real Slurm, started here (25 minutes; root, or Slurm installed)"
 	@echo "make slurm-short the three kinds that CI runs (under 3 minutes)"
 	@echo "make lint        ruff and mypy"
+	@echo "make bench       saving and loading, beside the peers and what this machine allows (10 to 20 minutes)"
+	@echo "make gpu-check   saves from a CUDA device, on a machine that has one"
 	@echo "make bench-data  how long the sampler takes to its first batch"
+	@echo "make bench-adapters  32 adapters saved one by one, beside one save of the same bytes"
 	@echo "make clean       remove what the others made, .venv included"
 
 demo: $(READY)
 	$(BIN)/python cookbook/demo.py
 
 demo-adapters: $(READY)
-	$(BIN)/python cookbook/demo_adapters.py
+	$(BIN)/python -W ignore cookbook/demo_adapters.py
 
 # On the CPU everywhere: the tests' ranks outnumber the devices of most machines.
 test: $(READY)
@@ -62,11 +65,21 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python benchmarks/bench_store.py
+
+gpu-check: $(READY)
+	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device is here: nothing to check")'
+	$(BIN)/python -m pytest -q tests/gpu
+
 bench-data: $(READY)
 	$(BIN)/python benchmarks/bench_data.py
 
+bench-adapters: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -W ignore benchmarks/bench_adapters.py
+
 clean:
-	rm -rf .venv $(OLDEST) demo-out demo-adapters-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) demo-out demo-adapters-out bench-out build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Made once, and again only when what it installs has changed. A torch that is already in .venv is kept as it is.
 $(READY): setup.py Makefile

@@ -106,6 +106,8 @@ class ResumeManager:
         data: samplers by name; "train" is counted by `end_step`, others by `advance`.
         save_every: steps between saves; None saves only on `save()`, on a stop and at the end.
         keep_last: number of newest checkpoints that a save leaves; None keeps all.
+        recycle: saves write over the files of checkpoints that `keep_last` removed. Faster, for local disks only; see
+            docs/explanation/saving.md.
         async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one copy of this
             rank's state into memory that is kept for it. False: it waits for the commit, and needs no memory.
         max_failed_saves: so many of these in a row may fail; then `end_step` raises. Each is in the log and in events.jsonl.
@@ -145,6 +147,7 @@ class ResumeManager:
         data: Mapping[str, DataParallelBatchSampler] | None = None,
         save_every: int | None = None,
         keep_last: int | None = None,
+        recycle: bool = False,
         async_save: bool = True,
         max_failed_saves: int = 2,
         register: Mapping[str, Any] | None = None,
@@ -214,6 +217,7 @@ class ResumeManager:
         self._skipped_samples = 0
         self._saved_step: int | None = None  # of the save begun last
         self._committed_step: int | None = None  # of the one known to have succeeded
+        self._recycle = recycle
         self._frozen: dict[str, Source] = {}  # where weights that are not trained lie already
         self._staging = Staging() if async_save else None
         self._hooks: list[Any] | None = None
@@ -260,8 +264,9 @@ class ResumeManager:
             self._say(f"passed over {name}: {reason}")
         self._open_journal(report, time.monotonic() - started)
         self._watch.resumed(self.root / layout.EVENTS, self.step)
-        # Whoever was asked to stop while it started up need not train a step first.
-        asked = self._control.together("look for a stop request", self._watch.wanted)
+        # Whoever was asked to stop while it started up need not train a step first. The end of the job's time is no such
+        # request: a job too short for more than a few steps has to make those, or it would be requeued for ever.
+        asked = self._control.together("look for a stop request", self._watch.asked)
         if self._control.announce("stop before the first step", asked is not None and any(asked)):
             self._say(f"a stop was asked for during the start ({self._watch.wanted() or 'on another rank'})")
             self.should_stop = True
@@ -625,12 +630,21 @@ class ResumeManager:
         def after_commit() -> None:
             if self._keep_last is not None:
                 try:
-                    prune(self.root, keep_last=self._keep_last, attempt=attempt.attempt)
+                    prune(self.root, keep_last=self._keep_last, attempt=attempt.attempt, recycle=self._recycle)
                 except MegaresumeError as error:
                     # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.
                     logger.warning("no old checkpoint was removed: %s", error)
 
-        return saving.Target(self.root, self._place, self._shape, attempt, before_commit, after_commit, self._frozen)
+        return saving.Target(
+            self.root,
+            self._place,
+            self._shape,
+            attempt,
+            before_commit,
+            after_commit,
+            self._frozen,
+            self._recycle,
+        )
 
     def _counters(self) -> saving.Counters:
         return saving.Counters(self.step, self._consumed(), self._skipped_samples, self._healthy(), self.extra)

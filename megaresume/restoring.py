@@ -1,7 +1,8 @@
 """Bringing a checkpoint back onto live objects: rank 0 proposes, all agree, then all act, in two phases.
 
-Phase 1 reads and compares and touches nothing live: a refusal there leaves everything as it was. Phase 2 reads into live tensors and
-verifies; damage found there makes all ranks together take the next older checkpoint. Every failure of one rank is raised on all.
+Phase 1 reads and compares and touches nothing live: a refusal there leaves everything as it was. Phase 2 reads into
+live tensors and verifies; damage found there makes all ranks together take the next older checkpoint. Every failure of
+one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from megaresume.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
+    ConfigurationError,
     FormatError,
     MegaresumeError,
     PoisonedError,
@@ -28,7 +30,12 @@ from megaresume.run_objects import TRAIN, Place, RunObjects
 from megaresume.state import trainer_state
 from megaresume.state.economy import sources_in
 from megaresume.state.rank_state import RestorePlan, check_form, plan_restore
-from megaresume.state.scheduler import restore_scheduler, scheduler_differences, scheduler_mismatches
+from megaresume.state.scheduler import (
+    SET_BY_SCHEDULE,
+    restore_scheduler,
+    scheduler_differences,
+    scheduler_mismatches,
+)
 from megaresume.state.tensors import page_locked_chunk, sink_rounding_into, targets_for
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
@@ -71,7 +78,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back. `changes` are what differs on purpose ("data", "lr", "weights_only"); the texts say it to people."""
+    """What came back. `changes` are what differs on purpose ("data", "lr", "weights_only"); the texts say it to
+    people."""
 
     path: Path
     manifest: Manifest
@@ -120,10 +128,11 @@ def restore_first_valid(
     options: Options,
     fall_back: bool,
 ) -> Restored:
-    """Restore the first of `paths` (the same on all ranks) that is whole; with `fall_back`, damaged ones are passed over, aloud.
+    """Restore the first of `paths` (the same on all ranks) that is whole; with `fall_back`, damaged ones are passed
+    over, aloud.
 
-    Collective: the control plane, then the replica groups. Raises the same error on all ranks; after PoisonedError the live objects are
-    undefined, after any other they are as they were.
+    Collective: the control plane, then the replica groups. Raises the same error on all ranks; after PoisonedError the
+    live objects are undefined, after any other they are as they were.
     """
     started = time.monotonic()
     passed: list[tuple[str, str]] = []
@@ -211,7 +220,8 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
     shard = path / f"{place.stem}.safetensors"
     if shard.name not in manifest.files:
         raise CheckpointDamagedError(
-            f"{path / layout.MANIFEST} lists no {shard.name}, the file of this rank; it lists {len(manifest.files)} others"
+            f"{path / layout.MANIFEST} lists no {shard.name}, the file of this rank; it lists {len(manifest.files)} "
+            "others"
         )
     header = read_header(shard, record=manifest.files[shard.name])
     check_identity(header, ShardIdentity(manifest.root_id, manifest.attempt, manifest.step, place.stem), shard)
@@ -229,6 +239,7 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
             objects.registered,
             weights_only=options.weights_only,
             keep_run_options=keep_run,
+            set_by_schedule=frozenset() if objects.scheduler is None else SET_BY_SCHEDULE,
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise FormatError(
@@ -240,15 +251,16 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
         if problems := scheduler_mismatches(state.scheduler, objects.scheduler):
             raise StateMismatchError(f"{source}: " + "; ".join(problems))
         plan.differences += scheduler_differences(state.scheduler, objects.scheduler, keep_run_options=keep_run)
+        if not options.skip_data and len(objects.positions) < len(objects.data):
+            streams = ", ".join(sorted(set(objects.data) - set(objects.positions)))
+            raise ConfigurationError(f"skip_data=False cannot set back the streams {streams}: leave it out")
         if options.skip_data:
             data_changes = _check_data(state, objects, options, source)
     notes = (*plan.differences, *data_changes)
     return _Prepared(header, shard, plan, state, manifest, data_changes, notes, elsewhere=elsewhere)
 
 
-def _find_elsewhere(
-    path: Path, manifest: Manifest, plan: RestorePlan, *, verify_first: bool
-) -> tuple[_Elsewhere, ...]:
+def _find_elsewhere(path: Path, manifest: Manifest, plan: RestorePlan, *, verify_first: bool) -> tuple[_Elsewhere, ...]:
     """Open the files of earlier checkpoints that the plan needs tensors of, and check them as this rank's own."""
     found = []
     known = {(each.step, each.attempt, each.name): each for each in manifest.references}
@@ -291,19 +303,20 @@ def _read_state(path: Path, manifest: Manifest) -> TrainerState:
 
 
 def _check_data(state: TrainerState, objects: RunObjects, options: Options, source: Path) -> tuple[str, ...]:
-    if missing := sorted(set(objects.data) - set(state.data)):
+    if missing := sorted(set(objects.positions) - set(state.data)):
         raise StateMismatchError(
             f"{source} has no position for the data {', '.join(missing)} (it has: {', '.join(state.data) or 'none'}); "
             "resume with skip_data=False to start that data from its beginning"
         )
     changes: list[str] = []
-    for name, sampler in objects.data.items():
+    for name, sampler in objects.positions.items():
         changes += [f"data {name}: {each}" for each in sampler.check_state(state.data[name], options.allow_data_change)]
     return tuple(changes)
 
 
 def _overwrite(prepared: _Prepared, control: ControlPlane, objects: RunObjects, options: Options) -> None:
-    """Phase 2. Raises CheckpointDamagedError for bytes that were not written so, PoisonedError for all else that fails."""
+    """Phase 2. Raises CheckpointDamagedError for bytes that were not written so, PoisonedError for all else that
+    fails."""
     name = prepared.shard.parent.name
     plan, verify = prepared.plan, options.verify != "none"
 
@@ -335,12 +348,12 @@ def _install(prepared: _Prepared, objects: RunObjects, options: Options) -> None
         prepared.state.scheduler, objects.scheduler, keep_run_options=options.override_opt_param_scheduler
     )
     if options.skip_data:
-        for name, sampler in objects.data.items():
+        for name, sampler in objects.positions.items():
             sampler.load_state_dict(prepared.state.data[name], allow_data_change=options.allow_data_change)
-        if TRAIN in objects.data:
-            objects.count(objects.data[TRAIN].consumed_samples)
-    # Last: installing anything else may draw random numbers.
+    # After all else: installing anything may draw random numbers.
     prepared.plan.install()
+    if TRAIN in objects.data:
+        objects.count(objects.data[TRAIN].consumed_samples)
 
 
 def _changes(prepared: _Prepared, objects: RunObjects, options: Options) -> tuple[str, ...]:

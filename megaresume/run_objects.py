@@ -45,6 +45,12 @@ class RunObjects:
     data: Mapping[str, DataParallelBatchSampler]
     registered: Registered
 
+    @property
+    def positions(self) -> Mapping[str, DataParallelBatchSampler]:
+        """The data whose position is the same on every rank, and so stands in trainer_state.json. A stream's is each
+        rank's own, and is stored with the objects registered."""
+        return {name: each for name, each in self.data.items() if not _per_rank(each)}
+
     def describe(self) -> Live:
         """A fresh description of model and optimizer; see `megatron.live.describe`."""
         return describe(self.chunks, self.optimizer)
@@ -86,7 +92,13 @@ def gather_objects(
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
             raise ConfigurationError(f"model must be a torch.nn.Module or a list of them, found {type(chunk).__name__}")
-    return RunObjects(chunks, optimizer, scheduler, dict(data or {}), Registered({**(register or {}), **rerun_state()}))
+    streams = {f"data.{name}": each for name, each in (data or {}).items() if _per_rank(each)}
+    registered = Registered({**(register or {}), **streams, **rerun_state()})
+    return RunObjects(chunks, optimizer, scheduler, dict(data or {}), registered)
+
+
+def _per_rank(data: Any) -> bool:
+    return getattr(data, "per_rank_state", False)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Target:
     after_commit: Callable[[], None]
     frozen: dict[str, Source]
     """Where this rank's weights that are not trained lie already; each committed save adds its own."""
+    recycle: bool = False
 
 
 def collect(
@@ -147,6 +148,7 @@ def save(target: Target, collected: Callable[[], Snapshot], *, step: int, contro
         identity=ShardIdentity(attempt.root_id, attempt.attempt, step, stem),
         index=economy.index,
         references=[source.reference for source in economy.sources],
+        recycle=target.recycle,
         describe=lambda: CommitText(
             snapshot.trainer_state, shape.topology.to_json(), dict(shape.model), library_versions()
         ),
@@ -188,7 +190,7 @@ def build_trainer_state(
         global_batch_size=None if train is None else train.global_batch_size,
         gradient_accumulation_steps=None if train is None else train.num_microbatches,
         batch_size_schedule=sampler_state.get("settings", {}).get("global_batch_size"),
-        data={name: sampler.state_dict() for name, sampler in objects.data.items()},
+        data={name: sampler.state_dict() for name, sampler in objects.positions.items()},
         topology=place.topology,
         scheduler=capture_scheduler(objects.scheduler),
         loss_scaler=scalers[0] if scalers else None,

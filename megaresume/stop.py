@@ -71,10 +71,16 @@ class StopSources:
         self._reason: str | None = None
         self._next_look = 0.0
 
-    def wanted(self) -> str | None:
-        """Why this rank should stop, for people; None where nobody has asked. Looks for files at most once a second."""
+    def asked(self) -> str | None:
+        """Who has asked this rank to stop, by a signal or a file; None where nobody has. Looks at most once a second."""
         if self._reason is None:
-            self._reason = self._signals.received or self._look_for_files() or self._walltime()
+            self._reason = self._signals.received or self._look_for_files()
+        return self._reason
+
+    def wanted(self) -> str | None:
+        """Why this rank should stop, for people: it was asked to, or time runs out. None where it should go on."""
+        if self.asked() is None:
+            self._reason = self._walltime()
         return self._reason
 
     def _look_for_files(self) -> str | None:

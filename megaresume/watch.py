@@ -43,6 +43,10 @@ class Watch:
         self._told_at = -math.inf
         self._told_step = 0
 
+    def asked(self) -> str | None:
+        """Who has asked this rank to stop; None where nobody has."""
+        return self._sources.asked()
+
     def wanted(self) -> str | None:
         """Why this rank wants to stop; None where it doesn't."""
         return self._sources.wanted()

@@ -6,6 +6,7 @@ The order itself is tested in tests/data; here are the counters, validation's ow
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches, reconfigure_num_microbatches_calculator
+from torch.utils.data import IterableDataset
 
 from megaresume import DataParallelBatchSampler, ResumableDataLoader, ResumeManager
 from megaresume.data import BatchSizeSchedule
-from megaresume.errors import DataMismatchError
+from megaresume.errors import DataMismatchError, StateMismatchError
 from megaresume.megatron.parallel import update_microbatches
 from tests.ranks import Ranks
 from tests.small_models import Run, SmallModel, build
@@ -172,3 +174,53 @@ def test_d14_d22_changed_settings_are_refused_or_recorded(ranks: Ranks, tmp_path
     state = json.loads((tmp_path / "step-00000004" / "trainer_state.json").read_text())
     assert state["consumed_train_samples"] == 28
     assert [anchor["consumed_samples"] for anchor in state["data"]["train"]["anchors"]] == [0, 24]
+
+
+class Stream(IterableDataset):
+    """A stream with a state: this data-parallel rank's share of the numbers from 0 on."""
+
+    def __init__(self, rank: int, width: int) -> None:
+        self.rank, self.width, self.position = rank, width, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            number = self.position * self.width + self.rank
+            self.position += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def train_on_a_stream(config: SmallModel, root: Path, until: int, num_workers: int = 0) -> list[list[int]]:
+    run = build(config)
+    stream = Stream(parallel_state.get_data_parallel_rank(), config.dp)
+    loader = ResumableDataLoader(
+        stream, batch_size=1, global_batch_size=config.global_batch_size, collate_fn=list, num_workers=num_workers
+    )
+    seen = []
+    with ResumeManager(
+        root, model=run.chunks, optimizer=run.optimizer, scheduler=run.scheduler, data={"train": loader}
+    ) as manager:
+        manager.resume()
+        batches = iter(loader)
+        while manager.step < until:
+            ids = [next(batches) for _ in range(manager.num_microbatches)]
+            result = run.train_step(ids)
+            manager.end_step(loss=result.loss, grad_norm=result.grad_norm)
+            seen.append(ids)
+    return seen
+
+
+def test_d20_every_rank_gets_its_own_stream_back(ranks: Ranks, tmp_path: Path) -> None:
+    config = SmallModel(tp=2, dp=2)
+    whole = ranks.run(train_on_a_stream, config, tmp_path / "whole", 4, world_size=4)
+    first = ranks.run(train_on_a_stream, config, tmp_path / "cut", 2, world_size=4)
+    second = ranks.run(train_on_a_stream, config, tmp_path / "cut", 4, world_size=4)
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
+    assert whole[0] == whole[1] != whole[2] == whole[3], "tensor-parallel peers read the same, data-parallel ranks not"
+    with pytest.raises(StateMismatchError, match="num_workers"):
+        ranks.run(train_on_a_stream, config, tmp_path / "cut", 6, 1, world_size=4)

@@ -63,6 +63,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path, co
         resumed = [each[kind] for each in outcomes]
         assert [each.report.step for each in resumed] == [SAVE_EVERY] * config.world_size
         assert_continues(resumed, whole)
+        assert [each.report.notes for each in resumed] == [()] * config.world_size, "a plain resume has nothing to say"
     if config.precision == "fp16":
         assert whole[0].steps[1].skipped, "the loss scale never backed off: this run does not show what it is for"
     events = [json.loads(line) for line in (tmp_path / "cut" / "events.jsonl").read_text().splitlines()]

@@ -54,6 +54,7 @@ def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
     results = Results(state_bytes=_total(sum(tensor.nbytes for tensor in tensors.values())))
     contenders = all_contenders(run, tensors, directory)
     results.settings = {each.name: each.settings for each in contenders}
+    run.train_step(0)  # memory for copies is made ready behind a step, as in a training run
     own_bytes = _measure_first(contenders, directory, results)
     results.file_bytes = _total(own_bytes)
     raw = directory / f"raw{dist.get_rank()}"

@@ -55,16 +55,17 @@ def assemble_weights(checkpoint: Path) -> tuple[Manifest, dict[str, torch.Tensor
         check_identity(header, ShardIdentity(manifest.root_id, manifest.attempt, manifest.step, stem), shard)
         try:
             check_index(header.index, header.tensors)
-            _take(wholes, shard, header)
+            _take(wholes, shard, header, most=manifest.total_bytes)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise FormatError(f"{shard}: its index is not of the documented form ({error})") from error
     return manifest, {name: _join(checkpoint, name, whole) for name, whole in sorted(wholes.items())}
 
 
-def _take(wholes: dict[str, _Whole], shard: Path, header: ShardHeader) -> None:
+def _take(wholes: dict[str, _Whole], shard: Path, header: ShardHeader, *, most: int) -> None:
+    """Take in what one file holds. A part of more than `most` elements is not in files of that many bytes."""
     index = header.index
     for name, entry in index["parameters"].items():
-        _check_part(entry, f"{shard}: parameter {name}")
+        _check_part(entry, f"{shard}: parameter {name}", most)
         whole = wholes.setdefault(name, _Whole(entry["global_shape"]))
         if whole.shape != entry["global_shape"]:
             raise FormatError(f"{shard}: parameter {name} is of another global shape than in the files before")
@@ -110,9 +111,11 @@ def weights_in(shard: Path, header: ShardHeader) -> Iterator[tuple[str, Mapping[
             yield name, each, tensors[each["from"]].reshape(-1)[start - first : end - first].to(_ROUNDED[dtype])
 
 
-def _check_part(entry: Mapping[str, Any], where: str) -> None:
+def _check_part(entry: Mapping[str, Any], where: str, most: int) -> None:
     """Numbers that address memory may come from anywhere."""
     local = math.prod(_sizes(entry["local_shape"], where))
+    if local > most:
+        raise FormatError(f"{where}: a local part of {local} elements in a checkpoint of {most} bytes")
     shape = _sizes(entry["global_shape"], where)
     covered = 0
     for chunk in entry["chunks"]:

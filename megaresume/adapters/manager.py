@@ -28,12 +28,14 @@ from megaresume.adapters.peft import export_adapter
 from megaresume.errors import ConfigurationError
 from megaresume.manager import ResumeManager, ResumeReport
 from megaresume.megatron import lora
+from megaresume.megatron.live import device_of
 from megaresume.megatron.lora import LoraConfig
 from megaresume.megatron.own_streams import OwnStreams
 from megaresume.megatron.parallel import replica_groups
 from megaresume.megatron.parameters import describe_parameters
 from megaresume.run_objects import Shared, find_place, gather_objects
 from megaresume.state.description import Parameter
+from megaresume.state.registered import Registered
 from megaresume.store import layout
 from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane, open_control_plane
 from megaresume.store.rootcheck import check_root
@@ -119,13 +121,8 @@ class AdapterManager:
         place = find_place(None)
         control = open_control_plane(timeout_s=timeout_s, label=place.stem)
         check_root(self.root, control=control)
-        parameters, _ = describe_parameters(self._chunks, replica_groups())
-        adapted = lora.attached(self._chunks)
-        frozen = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if not parameter.trainable and not any(lora.belongs_to(name, key) for key in adapted)
-        }
+        frozen: dict[str, Parameter] = {}
+        control.together("describe the base", lambda: frozen.update(_frozen(self._chunks)))
         self.base_fingerprint = base_fingerprint(frozen, replica_groups(), control)
         self._shared = Shared(place, control, Watch(rank=place.rank, stop_signals=stop_signals, job_end=job_end))
 
@@ -161,7 +158,7 @@ class AdapterManager:
 
         Raises ConfigurationError for a name that is taken or cannot be one, a predicate that finds nothing, takes
         another adapter's parameters, or takes one that needs no gradient; UnsupportedError for an optimizer that trains
-        anything else. Nothing is on disk then.
+        anything else. Nothing is saved then.
         """
         key = encode_name(name)
         if "async_save" in settings:
@@ -169,13 +166,12 @@ class AdapterManager:
         if name in self._adapters:
             raise ConfigurationError(f"adapter {name!r} is there already: remove it first")
         facts = config.facts() if isinstance(config, LoraConfig) else dict(config)
+        if "name" in facts:
+            raise ConfigurationError(f"adapter {name!r}: the config's own 'name' is where its name is stored")
         allowed = check_allowed(allow, facts, f"adapter {name!r}")
         selects = parameters or (lambda global_name: lora.belongs_to(global_name, key))
         own, buffers = self._select(name, selects)
-        streams = OwnStreams(self._device, seed=seed, coordinate=self._shared.place.coordinate)
-        gathered = gather_objects(
-            model=self._chunks, optimizer=optimizer, scheduler=scheduler, data=data, register=register
-        )
+        streams = OwnStreams(device_of(self._chunks), seed=seed, coordinate=self._shared.place.coordinate)
 
         def check(path: Path, control: ControlPlane, objects: AdapterObjects) -> None:
             adapter = self._adapters[name]
@@ -192,9 +188,9 @@ class AdapterManager:
             chunks=self._chunks,
             optimizer=optimizer,
             scheduler=scheduler,
-            data=gathered.data,
+            data=dict(data or {}),
             # The process's own state (megatron's rerun machine) is not an adapter's to save.
-            registered=type(gathered.registered)(dict(register or {})),
+            registered=Registered(dict(register or {})),
             parameters=own,
             buffers=buffers,
             own_streams=streams,
@@ -364,10 +360,6 @@ class AdapterManager:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for chunk in self._chunks for p in chunk.parameters()), torch.device("cpu"))
-
     def _adapter(self, name: str) -> _Adapter:
         if self._closed:
             raise ConfigurationError("this AdapterManager is closed")
@@ -434,6 +426,17 @@ class AdapterManager:
     def _say(self, line: str) -> None:
         if self._shared.place.rank == 0:
             logger.info(line)
+
+
+def _frozen(chunks: list[torch.nn.Module]) -> dict[str, Parameter]:
+    """The base's part of the model's description on this rank."""
+    parameters, _ = describe_parameters(chunks, replica_groups())
+    adapted = lora.attached(chunks)
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if not parameter.trainable and not any(lora.belongs_to(name, key) for key in adapted)
+    }
 
 
 def _roots(directory: Path) -> Iterator[str]:

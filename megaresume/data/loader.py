@@ -137,6 +137,11 @@ class ResumableDataLoader:
         return self._position.global_batch_size
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples per data-parallel rank and micro-batch."""
+        return self._position.micro_batch_size
+
+    @property
     def num_microbatches(self) -> int:
         """Batches of this rank in the next global batch."""
         return self._position.num_microbatches
@@ -149,6 +154,12 @@ class ResumableDataLoader:
     def advance(self) -> int:
         """Count the global batch that was just trained; returns its true size."""
         return self._position.advance()
+
+    @property
+    def per_rank_state(self) -> bool:
+        """Whether `state_dict()` is this rank's alone (a stream's), so that each rank must store and get back its
+        own."""
+        return isinstance(self._position, StreamReader)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values that tell where training stands; of a stream, those of this data-parallel rank alone."""

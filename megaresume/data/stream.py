@@ -71,7 +71,7 @@ class StreamReader:
             )
         micro = as_count("batch_size", micro_batch_size)
         rank, width = data_parallel_place(data_parallel_rank, data_parallel_size)
-        self.global_batch_size = micro * width
+        self.micro_batch_size, self.global_batch_size = micro, micro * width
         if global_batch_size is not None:
             self.global_batch_size = as_count("global_batch_size", global_batch_size)
         check_divides(self.global_batch_size, micro, width)

@@ -16,7 +16,7 @@ from megaresume.errors import ConfigurationError
 from megaresume.job import slurm_job
 from megaresume.launch.records import End, Launch
 from megaresume.launch.slurm import JobState, SlurmError, job_state, requeue_job
-from megaresume.outcome import EXIT_CODES, STOPPED
+from megaresume.outcome import CRASHED, EXIT_CODES, STOPPED
 
 logger = logging.getLogger("megaresume.launch.requeue")
 
@@ -29,9 +29,11 @@ _END_MAY_COME_LATE_S = 5.0
 
 @dataclass(frozen=True)
 class Facts:
-    """end: how the launch ended; None: without a word. job: Slurm's view now. restarts: the job's, at this launch."""
+    """end: how the launch ended; None: without a word, after so many tries. job: Slurm's view now. restarts: the job's, at
+    this launch."""
 
     end: End | None
+    tries: int
     job: JobState
     restarts: int
     limit: int
@@ -49,6 +51,8 @@ def decide(facts: Facts) -> Decision:
     """Requeue only a run that has more to do, of a job that nobody has cancelled or queued again since."""
     if facts.end is not None and facts.end.outcome != STOPPED:
         return Decision(False, f"the run has {facts.end.outcome}: {facts.end.reason or 'all trained'}")
+    if facts.end is None and facts.tries == 0:
+        return Decision(False, "no try was begun: is megaresume installed on the nodes? The log above may say")
     if facts.job.restarts != facts.restarts:
         return Decision(False, f"this is start {facts.restarts} of the job, and start {facts.job.restarts} has begun")
     if facts.job.state != "RUNNING":
@@ -77,9 +81,9 @@ def requeue(launch: Launch, *, environment: Mapping[str, str], limit: int, way: 
     except SlurmError as error:
         return _say(launch, Decision(False, f"Slurm cannot be asked about job {job}: {error}"), SLURM_FAILED)
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    decision = decide(Facts(end, state, int(restarts) if restarts.isdigit() else 0, limit))
+    decision = decide(Facts(end, len(launch.tries()), state, int(restarts) if restarts.isdigit() else 0, limit))
     if not decision.requeue:
-        outcome = STOPPED if end is None else end.outcome
+        outcome = CRASHED if end is None else end.outcome
         return _say(launch, decision, NOT_REQUEUED if outcome == STOPPED else EXIT_CODES[outcome])
     # Written down first: scontrol's requeue kills this process within milliseconds.
     code = _say(launch, decision, REQUEUED)

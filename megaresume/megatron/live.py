@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ def model_facts(answers: Sequence[dict[str, Any]], stages: Sequence[int]) -> dic
     }
 
 
+@functools.cache  # looked for in the file system, at every save
 def library_versions() -> dict[str, str]:
     """Versions of the libraries whose behaviour a checkpoint depends on; those not installed are left out."""
     versions = {}

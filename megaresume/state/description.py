@@ -130,5 +130,5 @@ class Live:
     replicas: dict[str, ReplicaGroup]
     reload_masters: Callable[[], None] = field(default=lambda: None)
     shares: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Where replicas split a parameter's higher-precision masters among them: the elements [start, end) whose master this
-    rank holds. A weight is then stored, or left out as rounded from it, by whoever holds its master."""
+    """Where replicas split a parameter's higher-precision masters among them: the elements [start, end) whose master
+    this rank holds. A weight is then stored, or left out as rounded from it, by whoever holds its master."""

@@ -1,7 +1,7 @@
 """What of a rank's state need not be written: weights that are their rounded masters, and frozen weights of before.
 
-Decided entry by entry from the bytes themselves, at every save: a weight that differs from its rounded master in one bit
-is stored, and so is a frozen one whose digest is not that of the bytes in the earlier checkpoint. Knows the logical
+Decided entry by entry from the bytes themselves, at every save: a weight that differs from its rounded master in one
+bit is stored, and so is a frozen one whose digest is not that of the bytes in the earlier checkpoint. Knows the logical
 index and bytes, no files.
 """
 
@@ -68,8 +68,8 @@ def leave_out(entries: Sequence[Entry], index: Mapping[str, Any], known: Mapping
 def sources_in(
     index: Mapping[str, Any], written: Reference, references: Iterable[Reference] = ()
 ) -> dict[str, Source]:
-    """Where the frozen weights lie that a later save may refer to: in the file `written`, whose index this is, or in the
-    `references` of its checkpoint."""
+    """Where the frozen weights lie that a later save may refer to: in the file `written`, whose index this is, or in
+    the `references` of its checkpoint."""
     files = {(each.step, each.attempt, each.name): each for each in references}
     sources = {}
     for name, entry in index["tensors"].items():

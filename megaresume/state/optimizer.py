@@ -8,6 +8,7 @@ are read raw, never unscaled. Whether stored state fits this run is asked in `op
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,13 +198,19 @@ class OptimizerPlan:
 
 
 def plan_optimizers(
-    index: Mapping[str, Any], spans: Mapping[str, Any], live: Live, *, keep_run_options: bool
+    index: Mapping[str, Any],
+    spans: Mapping[str, Any],
+    live: Live,
+    *,
+    keep_run_options: bool,
+    set_by_schedule: AbstractSet[str] = frozenset(),
 ) -> OptimizerPlan:
     """Find a destination for every stored optimizer tensor; nothing live is touched.
 
     Call it after `optimizer_mismatches` was empty. `spans[name]` has `.dtype` (safetensors code) and `.shape`. With
     `keep_run_options` the run's learning rates and weight decays stay; otherwise the checkpoint's win. Each difference
-    is listed in the plan. Raises FormatError for an index that refers to what the file does not hold, or twice to it.
+    is listed in the plan, but for options `set_by_schedule`. Raises FormatError for an index that refers to what the
+    file does not hold, or twice to it.
     """
     plan = OptimizerPlan()
     for number, (stored, optimizer) in enumerate(zip(index["optimizers"], live.optimizers, strict=True)):
@@ -214,7 +221,8 @@ def plan_optimizers(
                 if member.master is not None:
                     plan.claim(master_name(number, member.parameter), member.master)
                 _plan_member(plan, stored_member["state"], member, optimizer, spans)
-            _plan_options(plan, stored_group, group, (number, group_number), spans, keep_run_options)
+            where = (number, group_number)
+            _plan_options(plan, stored_group, group, where, spans, keep_run_options, set_by_schedule)
         if optimizer.scaler is not None:
             plan._scalers.append((optimizer.scaler, decode_scaler(stored["scaler"])))
     return plan
@@ -282,6 +290,7 @@ def _plan_options(
     where: tuple[int, int],
     spans: Mapping[str, Any],
     keep_run_options: bool,
+    set_by_schedule: AbstractSet[str],
 ) -> None:
     stored = stored_group["options"]
     current, tensors = encode_options(group, *where)
@@ -289,7 +298,7 @@ def _plan_options(
     taken = {}
     for key, value in stored.items():
         kept = keep_run_options and key in movable
-        if key not in COUNTED:
+        if key not in COUNTED | set_by_schedule:
             plan.differences += _option_difference(
                 f"parameter group {where[1]}: {key}", key, stored, current, kept=kept
             )

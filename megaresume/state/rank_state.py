@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +48,8 @@ class RankState:
     index: dict[str, Any]
 
     def settled(self, name: str) -> bool:
-        """Whether nothing but an optimizer's step changes the tensor of this name: its state, and not the weights, which
-        loops exchange for averaged ones and the like."""
+        """Whether nothing but an optimizer's step changes the tensor of this name: its state, and not the weights,
+        which loops exchange for averaged ones and the like."""
         entry = self.index["tensors"][name]
         return name.startswith("optim/") and entry["parameter"] is not None
 
@@ -189,12 +190,14 @@ def plan_restore(
     *,
     weights_only: bool = False,
     keep_run_options: bool = False,
+    set_by_schedule: AbstractSet[str] = frozenset(),
 ) -> RestorePlan:
     """Compare the stored index with this rank and plan the restore; touches nothing live.
 
     `spans[name]` has `.dtype` and `.shape`. `streams` is None where random numbers are not to be restored. With
     `weights_only` the model alone is taken: parameters, buffers and extra states; masters are then refreshed from the
-    weights. With `keep_run_options` the run's learning rates and weight decays stay.
+    weights. With `keep_run_options` the run's learning rates and weight decays stay. Differences in options that are
+    `set_by_schedule` are not listed.
 
     Raises StateMismatchError listing the differences (up to a dozen), FormatError for an index that is not of the
     documented form, of another version, or at odds with the tensors of its file.
@@ -219,7 +222,15 @@ def plan_restore(
         plan.left_out = ["optimizer", "random numbers", "registered objects"]
         unread = {name for name in index["tensors"] if name.startswith(("optim/", "rng/", "registered/"))}
     else:
-        unread = _plan_all_but_model(plan, index, spans, streams, registered, keep_run_options=keep_run_options)
+        unread = _plan_all_but_model(
+            plan,
+            index,
+            spans,
+            streams,
+            registered,
+            keep_run_options=keep_run_options,
+            set_by_schedule=set_by_schedule,
+        )
     for name in pieces.keys() - stored.keys():
         _plan_unstored(plan, index["tensors"], name, pieces[name])
     unread |= pieces.keys() - stored.keys()
@@ -239,9 +250,12 @@ def _plan_all_but_model(
     registered: Registered,
     *,
     keep_run_options: bool,
+    set_by_schedule: AbstractSet[str],
 ) -> set[str]:
     """Plan optimizers, registered objects and random numbers; return the names of the tensors left out on purpose."""
-    plan._optimizers = plan_optimizers(index, spans, plan.live, keep_run_options=keep_run_options)
+    plan._optimizers = plan_optimizers(
+        index, spans, plan.live, keep_run_options=keep_run_options, set_by_schedule=set_by_schedule
+    )
     plan._claim(plan._optimizers.destinations)
     plan.differences += plan._optimizers.differences
     plan._registered = (registered, index["registered"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaresume.errors import UnsupportedError
+from megaresume.errors import MegaresumeError, UnsupportedError
 from megaresume.state.rng import generator_stream
 from megaresume.state.tensors import same_form
 from megaresume.state.tree import from_json, tensor_names, to_json
@@ -114,6 +114,11 @@ def _differences(each: Any, stored: Any, spans: Mapping[str, Any], where: str) -
                 yield f"{where}[{key!r}] is in this run, not in the checkpoint"
             elif isinstance(each, Mapping) or isinstance(part, torch.Tensor):
                 yield from _differences(part, stored[key], spans, f"{where}[{key!r}]")
+    elif hasattr(each, "check_state"):  # it can tell by itself, as our data loaders can
+        try:
+            each.check_state(stored)
+        except MegaresumeError as error:
+            yield f"{where}: {error}"
 
 
 def _restore(each: Any, value: Any) -> None:

@@ -16,6 +16,10 @@ import torch
 from megaresume.errors import FormatError, StateMismatchError, UnsupportedError
 from megaresume.state.tree import from_json, kind_of, to_json
 
+# The options of parameter groups that a schedule sets at each of its steps: before a resume they are those of its
+# beginning, which is no difference anybody made.
+SET_BY_SCHEDULE = frozenset({"lr", "weight_decay"})
+
 _POSITION = "num_steps"
 # They shape OptimizerParamScheduler's curve as much as what its state_dict() holds, which leaves them out.
 _ALSO_SETTINGS = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")

@@ -98,7 +98,8 @@ def targets_for(
 
 
 def target_for(tensor: torch.Tensor) -> memoryview | Callable[[int, memoryview], None]:
-    """What `stream_tensors` fills a contiguous `tensor` through: its own bytes where it lies on the host, else a sink."""
+    """What `stream_tensors` fills a contiguous `tensor` through: its own bytes where it lies on the host, else a
+    sink."""
     if tensor.device == HOST:
         return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
     return sink_into(tensor)

@@ -33,6 +33,7 @@ from megaresume.store import fs, layout
 from megaresume.store.attempts import Attempt, newest_attempt_number, read_attempts
 from megaresume.store.control import ControlPlane
 from megaresume.store.manifest import FileRecord, Manifest, Reference, parse_manifest, to_json
+from megaresume.store.recycle import take
 from megaresume.store.shard import Entry, ShardIdentity, ShardRecord, write_shard
 
 logger = logging.getLogger("megaresume.store.commit")
@@ -84,11 +85,13 @@ def save_checkpoint(
     index: Mapping[str, Any],
     describe: Callable[[], CommitText],
     references: Sequence[Reference] = (),
+    recycle: bool = False,
 ) -> SaveReport:
     """Write this rank's shard and commit the checkpoint of `step`. Collective over the control plane.
 
     `shard_name` is this rank's file, unique over the world; `describe` is called on rank 0 only, before anything is
-    written; `references` are files of earlier checkpoints that this rank's index refers to. Where this same attempt has committed this step already, nothing is written and the report says so.
+    written; `references` are files of earlier checkpoints that this rank's index refers to. With `recycle` a file of a
+    removed checkpoint is written over where there is one (see `recycle.py`). Where this same attempt has committed this step already, nothing is written and the report says so.
     Raises, on all ranks with the same text, `SupersededError` where a newer attempt exists, else `SaveError`; the root
     is then as it was.
     """
@@ -103,7 +106,7 @@ def save_checkpoint(
     def prepare() -> dict[str, Any]:
         if control.rank == 0:
             texts.append(describe())
-        record = _write_own_shard(staging, shard_name, entries, identity=identity, index=index)
+        record = _write_own_shard(staging, shard_name, entries, identity=identity, index=index, recycle=recycle)
         records.append(record)
         referred = [asdict(reference) for reference in sorted(set(references))]
         return {"name": shard_name, **asdict(record), "references": referred}
@@ -168,11 +171,18 @@ def _check_newest(root: Path, attempt: Attempt) -> None:
 
 
 def _write_own_shard(
-    staging: Path, name: str, entries: Sequence[Entry], *, identity: ShardIdentity, index: Mapping[str, Any]
+    staging: Path,
+    name: str,
+    entries: Sequence[Entry],
+    *,
+    identity: ShardIdentity,
+    index: Mapping[str, Any],
+    recycle: bool,
 ) -> ShardRecord:
     def write() -> ShardRecord:
         fs.make_directory(staging)  # every rank itself: what another host made may not be visible here yet
-        return write_shard(staging / name, entries, identity=identity, index=index)
+        overwrite = recycle and take(staging.parent, name, staging / name)
+        return write_shard(staging / name, entries, identity=identity, index=index, overwrite=overwrite)
 
     return _retrying(write, path=staging / name, needed=sum(entry.data.nbytes for entry in entries))
 

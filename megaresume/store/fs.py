@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import math
 import os
 import re
 import secrets
+import signal
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,7 @@ _MAX_DIGITS = 4_300  # of an integer: the interpreter's own limit from 3.11 on, 
 _MAX_VECTORS = 1_024  # IOV_MAX of Linux and macOS
 _LIBC = ctypes.CDLL(None, use_errno=True)  # for the two calls of Linux that Python has no name for
 _SYNC_FILE_RANGE_WRITE = 2
+_F_SETSIG = 10
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -102,6 +105,33 @@ def open_for_writing(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_for_overwriting(path: Path) -> Iterator[int]:
+    """A file that is there, its bytes as they are, as a descriptor; a link is refused."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_open_here_only(descriptor: int) -> bool:
+    """Whether nobody else has the file open, on any file descriptor of any process; False where nobody can tell."""
+    try:
+        # Whoever opens the file while we hold the lease makes the kernel send a signal; this one does nothing by default.
+        fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def truncate(descriptor: int, size: int) -> None:
+    """Cut the file to `size` bytes, or extend it with zeros."""
+    os.ftruncate(descriptor, size)
 
 
 def open_for_append(path: Path) -> int:

@@ -17,13 +17,15 @@ from megaresume.errors import CheckpointDamagedError, ConfigurationError
 from megaresume.store import fs, layout
 from megaresume.store.attempts import newest_attempt_number
 from megaresume.store.discovery import Candidate, check_files, find_candidates
+from megaresume.store.recycle import beyond_one, retire
 from megaresume.store.references import referred_to
 
 logger = logging.getLogger("megaresume.store.retention")
 
 
-def prune(root: Path, *, keep_last: int, attempt: int) -> list[Path]:
-    """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had.
+def prune(root: Path, *, keep_last: int, attempt: int, recycle: bool = False) -> list[Path]:
+    """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had. With `recycle` the files
+    of the one removed last stay out of sight, for the next save to write over.
 
     Removes nothing where an attempt newer than `attempt` exists, for then this process is an orphan. Raises
     `ConfigurationError` for a `keep_last` below 1, else only what listing the root raises.
@@ -44,7 +46,10 @@ def prune(root: Path, *, keep_last: int, attempt: int) -> list[Path]:
     if held:
         names = ", ".join(each.path.name for each in held)
         logger.info("%s: %s kept beyond the last %d: later checkpoints refer to weights in them", root, names, keep_last)
-    removed = [each.path for each in reversed(beyond) if each not in held and _remove_checkpoint(each)]
+    removed = [each.path for each in reversed(beyond) if each not in held and _remove_checkpoint(each, recycle)]
+    if recycle:
+        for path in beyond_one(root):
+            _remove_tree(path)
     if removed:
         logger.info("%s: removed %s; keeping the last %d", root, ", ".join(path.name for path in removed), keep_last)
     return removed
@@ -71,7 +76,7 @@ def _beyond(candidates: Sequence[Candidate], keep_last: int) -> list[Candidate]:
     return []
 
 
-def _remove_checkpoint(candidate: Candidate) -> bool:
+def _remove_checkpoint(candidate: Candidate, recycle: bool) -> bool:
     path = candidate.path
     trash = path.with_name(f"{layout.TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
     try:
@@ -85,6 +90,9 @@ def _remove_checkpoint(candidate: Candidate) -> bool:
         # name.
         fs.rename(path, trash)
         fs.fsync_directory(path.parent)
+        if recycle:
+            retire(trash)
+            return True
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -86,22 +86,31 @@ class ShardRecord:
 
 
 def write_shard(
-    path: Path, entries: Sequence[Entry], *, identity: ShardIdentity, index: Mapping[str, Any]
+    path: Path,
+    entries: Sequence[Entry],
+    *,
+    identity: ShardIdentity,
+    index: Mapping[str, Any],
+    overwrite: bool = False,
 ) -> ShardRecord:
-    """Write `entries`, in this order, to the file `path` and fsync it; a file there already is replaced.
+    """Write `entries`, in this order, to the file `path` and fsync it; a file there already is emptied first or, with
+    `overwrite`, written over, whatever is in it.
 
     Local to this rank. Copies no tensor: the bytes go from `Entry.data` to the system and must not change meanwhile.
     Raises `ConfigurationError` for what makes no valid file, before anything is written; `OSError` as the disk does.
     """
     spans = _lay_out(entries)
     head = encode_head(spans, identity=identity, index=index)
-    with fs.open_for_writing(path) as descriptor:
-        fs.reserve(descriptor, len(head) + (spans[-1].end if spans else 0))
+    size = len(head) + (spans[-1].end if spans else 0)
+    with fs.open_for_overwriting(path) if overwrite else fs.open_for_writing(path) as descriptor:
+        if overwrite:
+            fs.truncate(descriptor, size)
+        fs.reserve(descriptor, size)
         fs.write_all(descriptor, head)
         set_digests(head, list(_write_data(descriptor, entries)))
         fs.write_all_at(descriptor, head, 0)
         fs.fsync_file(descriptor)
-    return ShardRecord(size=len(head) + (spans[-1].end if spans else 0), header_digest=head_digest(head))
+    return ShardRecord(size=size, header_digest=head_digest(head))
 
 
 def _lay_out(entries: Sequence[Entry]) -> list[TensorSpan]:

@@ -13,7 +13,13 @@ from tests.small_models import SmallModel
 
 THREE = [
     Tenant("a", LoraConfig(rank=4, alpha=8, dropout=0.1), steps=5, save_every=2, seed=11),
-    Tenant("b/v1.5", LoraConfig(rank=3, alpha=3, targets=("linear_fc1", "linear_fc2")), steps=3, save_every=1),
+    Tenant(
+        "b/v1.5",
+        LoraConfig(rank=3, alpha=3, targets=("linear_fc1", "linear_fc2")),
+        steps=3,
+        save_every=1,
+        distributed_optimizer=False,
+    ),
     Tenant(
         "B/v1.5",
         LoraConfig(rank=8, alpha=4, dropout=0.3, targets=("linear_qkv", "linear_fc2")),

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from megaresume.adapters import LoraConfig
-from megaresume.adapters.assemble import assemble_weights
+from megaresume.adapters.assemble import _check_part, assemble_weights
 from megaresume.adapters.peft import export_adapter, read_peft
 from megaresume.errors import (
     CheckpointDamagedError,
@@ -221,3 +221,28 @@ def test_an_export_never_overwrites_and_needs_a_whole_checkpoint(exported: Path,
         assert not (tmp_path / "out").exists()
     finally:
         shard.write_bytes(data)
+
+
+BOX = {"shape": [2, 3], "strides": [3, 1], "global_offset": [0, 0], "offset": 0}
+PART = {"local_shape": [2, 3], "global_shape": [4, 3], "chunks": [BOX]}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"local_shape": [2, 10**12], "chunks": [{**BOX, "shape": [2, 10**12]}]},
+        {"chunks": [{**BOX, "offset": 1}]},
+        {"chunks": [{**BOX, "strides": [30, 1]}]},
+        {"chunks": [{**BOX, "global_offset": [3, 0]}]},
+        {"chunks": [{**BOX, "offset": -1}]},
+        {"chunks": [{**BOX, "shape": [2]}]},
+        {"chunks": [BOX, BOX]},
+        {"chunks": []},
+        {"local_shape": [2, True]},
+        {"global_shape": "4"},
+    ],
+)
+def test_an_index_that_points_outside_of_its_parameter_is_refused(bad: dict[str, Any]) -> None:
+    _check_part(PART, "here", 1000)
+    with pytest.raises(FormatError, match="here"):
+        _check_part({**PART, **bad}, "here", 1000)

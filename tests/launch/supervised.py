@@ -37,6 +37,11 @@ class Supervised:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def send_to_all(self, number: signal.Signals) -> None:
+        """To the supervisor, torchrun, the ranks and their data loaders' workers."""
+        for each in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            each.send_signal(number)
+
     def wait_for_step(self, step: int) -> None:
         """Until a line of this step or a later one is in the log."""
         wait_until(

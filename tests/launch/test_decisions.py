@@ -86,9 +86,11 @@ def test_each_crash_without_progress_waits_longer() -> None:
 # --- requeue? ---------------------------------------------------------------------------------------------------------
 
 
-def facts(outcome: str | None = STOPPED, *, state: str = "RUNNING", restarts: int = 2, mine: int = 2) -> Facts:
+def facts(
+    outcome: str | None = STOPPED, *, tries: int = 1, state: str = "RUNNING", restarts: int = 2, mine: int = 2
+) -> Facts:
     end = None if outcome is None else End(outcome, "the words", 0.0)
-    return Facts(end, JobState(state, restarts), restarts=mine, limit=3)
+    return Facts(end, tries, JobState(state, restarts), restarts=mine, limit=3)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ def facts(outcome: str | None = STOPPED, *, state: str = "RUNNING", restarts: in
     [
         (facts(), True, "saved and stopped: the words"),
         (facts(None), True, "without a word"),
+        (facts(None, tries=0), False, "no try was begun"),  # it would be requeued for ever
         (facts(FINISHED), False, "finished"),
         (facts(REFUSED), False, "refused: the words"),
         (facts(DAMAGED), False, "damaged: the words"),

@@ -56,8 +56,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with supervise(root, steps=STEPS, TRAINEE_STEP_S=STEP_S, TRAINEE_WORKERS="2") as run:
         run.wait_for_step(13)
         told.status["while it runs"] = read_history(root, now=time.time()).state
-        for _ in range(3):  # preemption sends three, and torchrun dies of the third
-            run.send(signal.SIGTERM)
+        for _ in range(3):  # preemption sends three, to every process of the job where proctrack/linuxproc finds them
+            run.send_to_all(signal.SIGTERM)
             time.sleep(0.05)
         told.chapter_ended("three SIGTERMs", run)
     with supervise(
@@ -78,7 +78,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     yield told
 
 
-def test_three_sigterms_are_one_stop_also_with_loader_workers(story: Story) -> None:
+def test_three_sigterms_to_every_process_are_one_stop_also_with_loader_workers(story: Story) -> None:
     assert story.codes["three SIGTERMs"] == 75
     assert story.ends["three SIGTERMs"]["outcome"] == "stopped"
     assert "SIGTERM" in str(story.ends["three SIGTERMs"]["reason"])

@@ -128,9 +128,9 @@ class Scaler:
 
 @pytest.mark.parametrize("scale", [256.0, 1.0, 3.0000001, float("inf")])
 def test_o10_the_loss_scale_is_exact(scale: float, tmp_path: Path) -> None:
-    run = MixedPrecision(Net(), grad_scaler=Scaler(scale, 17))
+    run = MixedPrecision(Net(), grad_scaler=Scaler(scale, 17, found_inf=torch.tensor(0.5)))
     path = save(tmp_path / "x.safetensors", run.model, run)
-    new = MixedPrecision(Net(), grad_scaler=Scaler())
+    new = MixedPrecision(Net(), grad_scaler=Scaler(found_inf=torch.tensor(0.0)))
     for _ in range(2):
         restore(path, new.model, new)
         assert frozen(vars(new.grad_scaler)) == frozen(vars(run.grad_scaler))
@@ -390,6 +390,16 @@ def test_o16_what_is_on_the_host_beside_parameters_on_a_device_is_so_again() -> 
         "counted on the device": "parameter",
         "step": "host",
     }
+
+
+def test_o16_a_step_is_a_number_though_its_parameter_has_one_element_too() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    entries = capture(describe([model], optimizer), None, Registered({})).index["tensors"]
+    assert entries["optim/0/exp_avg/scale"]["range"] == [0, 1]
+    assert entries["optim/0/exp_avg/first.bias"]["range"] == [0, 6]
+    assert entries["optim/0/step/first.bias"]["range"] is None
 
 
 def test_o16_plain_values_are_stored_no_objects(tmp_path: Path) -> None:
