@@ -4,8 +4,9 @@
     python benchmarks/bench_store.py --help
 
 A GPT of megatron-core (bf16, distributed optimizer, on the CPU) is saved and loaded by each in turn, round after round,
-so that a disk that drifts drifts for all. Writes bench-out/bench.json and bench-out/bench.png, prints a table with every
-contender's settings, and last `bench: N of M targets met`. Needs about 4 times the state in memory and on the disk.
+so that a disk that drifts drifts for all. Writes bench-out/bench.json and bench-out/bench.png, prints a table with
+every contender's settings, and last `bench: N of M targets met`. Needs about 4 times the state in memory and on the
+disk.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from megaresume.megatron.optimizers import before_each_step
 from megaresume.megatron.parallel import reports_loss
 from megaresume.resume_request import Choice, Request, choose, is_uri, parse_request
 from megaresume.run_objects import TRAIN, RunObjects, Shared, agree_on_shape, find_place, gather_objects
+from megaresume.state.staging import Staging
 from megaresume.status import StatusWord
 from megaresume.stop import StopSignals
-from megaresume.state.staging import Staging
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, claim_attempt
 from megaresume.store.commit import SaveReport
@@ -108,9 +108,10 @@ class ResumeManager:
         keep_last: number of newest checkpoints that a save leaves; None keeps all.
         recycle: saves write over the files of checkpoints that `keep_last` removed. Faster, for local disks only; see
             docs/explanation/saving.md.
-        async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one copy of this
-            rank's state into memory that is kept for it. False: it waits for the commit, and needs no memory.
-        max_failed_saves: so many of these in a row may fail; then `end_step` raises. Each is in the log and in events.jsonl.
+        async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one
+            copy of this rank's state into memory kept for it. False: it waits for the commit, and needs no memory.
+        max_failed_saves: where so many of these in a row have failed, `end_step` raises. Each is in the log and in
+            events.jsonl.
         register: objects of your own that resume too, by name: tensors, generators, dicts of tensors, or objects with a `state_dict`.
             Every rank saves and gets back its own.
         extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be changed.
@@ -675,7 +676,7 @@ class ResumeManager:
         self._saved_step = step
 
     def _prepare_staging(self) -> None:
-        """Have the memory for the first save made ready while the second step is trained: only now is the state complete."""
+        """Have the memory for the first save made ready behind the second step: only now is the state complete."""
         if self._staging is not None and self._save_every is not None and not self._staging.size:
             try:
                 self._staging.prepare(saving.storable(self._objects))
@@ -683,13 +684,13 @@ class ResumeManager:
                 logger.warning("no memory made ready for the first save: %s", error)  # the save will say so too
 
     def _hear_of_save(self) -> None:
-        """Take in what has become of the save behind the training: a success when it is there, a failure when the status word says
-        so, which is at the same step on all ranks."""
+        """Take in what has become of the save behind the training: a success when it is there, a failure when the status
+        word says so, which is at the same step on all ranks."""
         if self._save_failed_somewhere:
             self._save_failed_somewhere = False
             error = self._finish_save() or SaveError("a save failed on another rank; its log says why")
             self._raise_if_too_many(error)
-        elif not self._writer.failed():
+        else:
             self._take_in(self._writer.take(wait=False))
 
     def _finish_save(self) -> MegaresumeError | None:
@@ -717,7 +718,9 @@ class ResumeManager:
             or not isinstance(error, SaveError)
         ):
             raise error
-        self._say(f"training goes on after {self._failed_saves} failed of at most {self._max_failed_saves} saves in a row")
+        self._say(
+            f"training goes on after {self._failed_saves} failed of at most {self._max_failed_saves} saves in a row"
+        )
 
     def _record_failure(self, step: int, error: Exception) -> None:
         if self._journal is not None:
@@ -728,8 +731,11 @@ class ResumeManager:
         self._watch.saved(report.seconds, step)
         if self._place.rank != 0 or self._journal is None:
             return
-        self._journal.event("save", step=step, path=report.path.name, bytes=report.bytes_written, seconds=report.seconds)
+        self._journal.event(
+            "save", step=step, path=report.path.name, bytes=report.bytes_written, seconds=report.seconds
+        )
         self._say(f"saved {report.path.name}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.2f} s")
+
     def _tell(self, error: BaseException) -> None:
         # Any attribute may be missing still: this may be an error of the constructor.
         request: Request | None = getattr(self, "_request", None)

@@ -29,7 +29,6 @@ from megaresume.store.references import Source, locate
 from megaresume.store.shard import Entry, ShardIdentity
 from megaresume.topology import RunShape
 
-
 logger = logging.getLogger("megaresume.saving")
 
 
@@ -78,8 +77,8 @@ def collect(
 ) -> Callable[[], Snapshot]:
     """Take this rank's state as it is now: copied into `staging`, or as it lies in the live tensors.
 
-    Not collective, but for a parameter all-gather that was left to overlap with the next forward pass, which is finished
-    first. What cannot be captured is raised by the function that is returned, for all ranks are to hear of it.
+    Not collective, but for a parameter all-gather that was left to overlap with the next forward pass, which is
+    finished first. What cannot be captured is raised by the function that is returned, for all ranks are to hear of it.
     """
     synchronise(list(objects.chunks))
     try:

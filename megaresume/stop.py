@@ -72,7 +72,7 @@ class StopSources:
         self._next_look = 0.0
 
     def asked(self) -> str | None:
-        """Who has asked this rank to stop, by a signal or a file; None where nobody has. Looks at most once a second."""
+        """Who has asked this rank to stop, by a signal or a file; None: nobody. Looks for files once a second."""
         if self._reason is None:
             self._reason = self._signals.received or self._look_for_files()
         return self._reason

@@ -88,7 +88,9 @@ def _ahead(mode: str, row: str, rows: Mapping[str, Any], ours: str, peers: Colle
     slack = 8e6 if row.startswith("memory") else 0.0
     ratio = (median(own) + 1e-9) / (median(others[best]) + slack + 1e-9)
     within = ratio > 1 and _spread(own)[0] <= _spread(others[best])[1]
-    return Target(mode, f"{row}: {ours} / {best}", ratio, 1.0, ratio <= 1 or within, "within the spread" if within else "")
+    return Target(
+        mode, f"{row}: {ours} / {best}", ratio, 1.0, ratio <= 1 or within, "within the spread" if within else ""
+    )
 
 
 def table(mode: str, result: Mapping[str, Any]) -> str:
@@ -96,8 +98,8 @@ def table(mode: str, result: Mapping[str, Any]) -> str:
     gigabytes = result["state_bytes"] / 1e9
     lines = [
         f"{mode}: {gigabytes:.3f} GB of state; ms (GB/s of state; quartiles); limits are of the same run",
-        f"limits: one copy {limits['blocking'] * 1e3:.0f} ms ({gigabytes / limits['blocking']:.2f} GB/s), durable write of "
-        f"{result['file_bytes'] / 1e9:.3f} GB {limits['durable'] * 1e3:.0f} ms, cold read of the same "
+        f"limits: one copy {limits['blocking'] * 1e3:.0f} ms ({gigabytes / limits['blocking']:.2f} GB/s), durable "
+        f"write of {result['file_bytes'] / 1e9:.3f} GB {limits['durable'] * 1e3:.0f} ms, cold read of the same "
         f"{limits['load cold'] * 1e3:.0f} ms",
     ]
     for row in (*TIMED, "step", *UNITS):

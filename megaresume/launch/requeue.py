@@ -29,8 +29,8 @@ _END_MAY_COME_LATE_S = 5.0
 
 @dataclass(frozen=True)
 class Facts:
-    """end: how the launch ended; None: without a word, after so many tries. job: Slurm's view now. restarts: the job's, at
-    this launch."""
+    """end: how the launch ended; None: without a word, after so many tries. job: Slurm's view now. restarts: the job's
+    when this launch began."""
 
     end: End | None
     tries: int

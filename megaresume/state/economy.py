@@ -65,9 +65,7 @@ def leave_out(entries: Sequence[Entry], index: Mapping[str, Any], known: Mapping
     return Economy(kept, {**index, "tensors": listed}, sources)
 
 
-def sources_in(
-    index: Mapping[str, Any], written: Reference, references: Iterable[Reference] = ()
-) -> dict[str, Source]:
+def sources_in(index: Mapping[str, Any], written: Reference, references: Iterable[Reference] = ()) -> dict[str, Source]:
     """Where the frozen weights lie that a later save may refer to: in the file `written`, whose index this is, or in
     the `references` of its checkpoint."""
     files = {(each.step, each.attempt, each.name): each for each in references}

@@ -120,7 +120,7 @@ def open_for_overwriting(path: Path) -> Iterator[int]:
 def is_open_here_only(descriptor: int) -> bool:
     """Whether nobody else has the file open, on any file descriptor of any process; False where nobody can tell."""
     try:
-        # Whoever opens the file while we hold the lease makes the kernel send a signal; this one does nothing by default.
+        # Whoever opens the file while we hold the lease makes the kernel send a signal, by default one that kills us.
         fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -1,10 +1,10 @@
-"""Files of removed checkpoints, overwritten by the next save instead of new ones being made: on a local disk, writing into
-pages that are in memory already is several times faster.
+"""Files of removed checkpoints, overwritten by the next save instead of new ones being made: on a local disk, writing
+into pages that are in memory already is several times faster.
 
 The danger is an old checkpoint that looks whole over new bytes. So a file is taken only from a directory whose manifest
 is durably gone, only where it has no second name and nobody has it open (a reader, an upload), and its header is zeroed
-and fsynced before anything else is written. Not for network file systems: there nobody can tell who reads. Knows nothing
-of what is in the files.
+and fsynced before anything else is written. Not for network file systems: there nobody can tell who reads. Knows
+nothing of what is in the files.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megaresume.store.manifest import Manifest, Reference, parse_manifest
 
 @dataclass(frozen=True)
 class Source:
-    """Where the bytes of a tensor lie: under `tensor` in the file of `reference`. `digest` (xxh3_128, hex) is theirs."""
+    """Where the bytes of a tensor lie: under `tensor` in the file of `reference`; `digest` (xxh3_128, hex) of them."""
 
     reference: Reference
     tensor: str
@@ -38,9 +38,9 @@ def locate(root: Path, reference: Reference, *, root_id: str) -> Path:
         if _is_it(manifest, reference, root_id):
             return directory / reference.name
     raise CheckpointDamagedError(
-        f"{root}: expected {reference.name} of step {reference.step}, written by attempt {reference.attempt}, to which a "
-        "later checkpoint refers for weights that do not change; found no such checkpoint. Put it back, or resume from "
-        "another checkpoint."
+        f"{root}: expected {reference.name} of step {reference.step}, written by attempt {reference.attempt}, to which "
+        "a later checkpoint refers for weights that do not change; found no such checkpoint. Put it back, or resume "
+        "from another checkpoint."
     )
 
 

@@ -24,8 +24,8 @@ logger = logging.getLogger("megaresume.store.retention")
 
 
 def prune(root: Path, *, keep_last: int, attempt: int, recycle: bool = False) -> list[Path]:
-    """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had. With `recycle` the files
-    of the one removed last stay out of sight, for the next save to write over.
+    """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had. With `recycle` the
+    files of the one removed last stay out of sight, for the next save to write over.
 
     Removes nothing where an attempt newer than `attempt` exists, for then this process is an orphan. Raises
     `ConfigurationError` for a `keep_last` below 1, else only what listing the root raises.
@@ -45,7 +45,9 @@ def prune(root: Path, *, keep_last: int, attempt: int, recycle: bool = False) ->
     held = [each for each in beyond if (each.step, each.attempt) in needed]
     if held:
         names = ", ".join(each.path.name for each in held)
-        logger.info("%s: %s kept beyond the last %d: later checkpoints refer to weights in them", root, names, keep_last)
+        logger.info(
+            "%s: %s kept beyond the last %d: later checkpoints refer to weights in them", root, names, keep_last
+        )
     removed = [each.path for each in reversed(beyond) if each not in held and _remove_checkpoint(each, recycle)]
     if recycle:
         for path in beyond_one(root):

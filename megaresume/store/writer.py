@@ -1,9 +1,9 @@
-"""A save that goes on behind the training: a thread per save, one save at a time, its outcome kept until it is asked for.
+"""A save that goes on behind the training: a thread per save, one save at a time, its outcome kept until asked for.
 
-A thread and not a process: what it does (hashing, writing, waiting) is done without the interpreter's lock, and it costs
-no second copy of the state; figures are in `docs/explanation/saving.md`. The thread is no daemon: an interpreter that
-ends, normally or by an exception, first lets it finish, which the deadlines of the control plane bound. Knows nothing of
-what is saved.
+A thread and not a process: what it does (hashing, writing, waiting) is done without the interpreter's lock, and needs
+no memory shared between processes; figures are in `docs/explanation/saving.md`. The thread is no daemon: an interpreter
+that ends, normally or by an exception, first lets it finish, which the deadlines of the control plane bound. Knows
+nothing of what is saved.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class Writer:
         return self._outcome is not None and self._outcome.error is not None
 
     def take(self, *, wait: bool) -> Outcome | None:
-        """The outcome of the save begun last, once; None where none was begun or, without `wait`, where it still runs."""
-        if self._thread is None or (not wait and self._outcome is None):
+        """The outcome of the save begun last, once; None where none was begun. Without `wait` only a success is taken,
+        and None is also the answer to a save that still runs or has failed: of a failure all ranks are to hear at once.
+        """
+        known = self._outcome
+        if self._thread is None or (not wait and (known is None or known.error is not None)):
             return None
         if self._outcome is None:
             logger.info("waiting for the save of step %d, which is still being written", self._step)

@@ -185,7 +185,9 @@ W = "model/first.weight"
         ({"kind": "stolen"}, "stored or derived or referenced"),
     ],
 )
-def test_an_index_that_derives_from_the_wrong_thing_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_an_index_that_derives_from_the_wrong_thing_is_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     model = Net(torch.bfloat16)
     economy = sorted_out(with_masters(model))
     path = tmp_path / "x.safetensors"

@@ -34,7 +34,7 @@ sizes_of_parameters = st.dictionaries(
 @example({"a": (1, 8), "b": (1, 1)}, 4)
 @example({"a": (0, 4), "b": (0, 2)}, 3)
 @example({}, 5)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_each_element_is_in_one_piece_and_the_bytes_are_balanced(sizes: dict[str, tuple[int, int]], ranks: int) -> None:
     runs = split_over_replicas(sizes, ranks)
     assert len(runs) == ranks

@@ -51,7 +51,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_state_comes_back(value) -> None:
     assert frozen(through_text(value)) == frozen(value)
 
@@ -177,7 +177,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_json_decodes_or_is_refused(node) -> None:
     try:
         from_json(node, {})

@@ -53,7 +53,8 @@ def test_a_failure_stays_until_it_is_taken_and_is_in_the_log(
     writer.start(7, fail)
     writer._thread.join()  # type: ignore[union-attr]
     assert writer.failed()
-    outcome = writer.take(wait=False)
+    assert writer.take(wait=False) is None, "not before all ranks take it"
+    outcome = writer.take(wait=True)
     assert outcome is not None and isinstance(outcome.error, SaveError) and str(error) in str(outcome.error)
     assert not writer.failed()
     assert "the save of step 7" in caplog.text and str(error) in caplog.text
@@ -95,7 +96,7 @@ def test_a15_a_program_whose_last_save_failed_does_not_end_with_status_0(ending:
 
 
 def test_saves_of_all_ranks_go_on_behind_and_are_committed_in_their_order(tmp_path: Path) -> None:
-    """Three ranks, each with a plane for its writer; rank 2's disk is slow, and the training's plane is in use meanwhile."""
+    """Three ranks, each with a plane for its writer; rank 2's disk is slow, and the training's plane is in use."""
     attempt = claim(tmp_path)
     stores = {"training": MemoryStore(), "plane1": MemoryStore()}
     committed: list[int] = []

@@ -37,9 +37,7 @@ def save(root: Path, attempt: Attempt, step: int, *references: Reference) -> Ref
         references=references,
     )
     assert report.record is not None
-    return Reference(
-        step, attempt.attempt, f"{STEM}.safetensors", report.record.size, report.record.header_digest
-    )
+    return Reference(step, attempt.attempt, f"{STEM}.safetensors", report.record.size, report.record.header_digest)
 
 
 def steps(root: Path) -> list[int]:
