@@ -66,6 +66,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -W ignore benchmarks/bench_adapters.py
 	CUDA_VISIBLE_DEVICES= $(BIN)/python benchmarks/bench_store.py
 
 gpu-check: $(READY)

@@ -1,7 +1,8 @@
-"""ResumeManager: the one object a training loop talks to. It counts steps, saves when due, stops when asked, and resumes.
+"""ResumeManager: the one object a training loop talks to. It counts steps, saves when due, stops when asked, and
+resumes.
 
-What it decides is decided elsewhere (`resume_request`, `store.lineage`, `audit`); what it does to tensors is done in `saving` and
-`restoring`. Here is the order of things, and the guards.
+What it decides is decided elsewhere (`resume_request`, `store.lineage`, `audit`); what it does to tensors is done in
+`saving` and `restoring`. Here is the order of things, and the guards.
 """
 
 from __future__ import annotations
@@ -98,28 +99,29 @@ class ResumeReport:
 class ResumeManager:
     """Makes a Megatron-style training loop stop anywhere and go on as if it had never stopped.
 
-    Args:
-        root: directory of this run's checkpoints, shared by all ranks; made if it is not there.
-        model: the model, or the list of its virtual pipeline chunks, DDP-wrapped or not.
-        optimizer: megatron-core's optimizer (distributed, chained, plain) or a `torch.optim.Optimizer`; None trains nothing.
-        scheduler: `OptimizerParamScheduler` or another object with `state_dict()`.
-        data: samplers by name; "train" is counted by `end_step`, others by `advance`.
-        save_every: steps between saves; None saves only on `save()`, on a stop and at the end.
-        keep_last: number of newest checkpoints that a save leaves; None keeps all.
-        recycle: saves write over the files of checkpoints that `keep_last` removed. Faster, for local disks only; see
+    Args: root: directory of this run's checkpoints, shared by all ranks; made if it is not there. model: the model, or
+        the list of its virtual pipeline chunks, DDP-wrapped or not. optimizer: megatron-core's optimizer (distributed,
+        chained, plain) or a `torch.optim.Optimizer`; None trains nothing. scheduler: `OptimizerParamScheduler` or
+        another object with `state_dict()`. data: samplers by name; "train" is counted by `end_step`, others by
+        `advance`. save_every: steps between saves; None saves only on `save()`, on a stop and at the end. keep_last:
+        number of newest checkpoints that a save leaves; None keeps all. recycle: saves write over the files of
+        checkpoints that `keep_last` removed. Faster, for local disks only; see
             docs/explanation/saving.md.
         async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one
             copy of this rank's state into memory kept for it. False: it waits for the commit, and needs no memory.
         max_failed_saves: where so many of these in a row have failed, `end_step` raises. Each is in the log and in
             events.jsonl.
-        register: objects of your own that resume too, by name: tensors, generators, dicts of tensors, or objects with a `state_dict`.
-            Every rank saves and gets back its own.
-        extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be changed.
-        resume_from: see `resume_request.parse_request`: None (newest, or a fresh start), "latest", a step, or a directory.
+        register: objects of your own that resume too, by name: tensors, generators, dicts of tensors, or objects with a
+            `state_dict`. Every rank saves and gets back its own.
+        extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be
+            changed.
+        resume_from: see `resume_request.parse_request`: None (newest, or a fresh start), "latest", a step, or a
+            directory.
         start_fresh: allows a start from step 0 though an earlier one committed and nothing of it is readable.
-        replay: "report" compares steps trained again with the log and says how they agree; "raise" also raises when they don't.
-        verify: "load" checks every byte while it is read; "first" reads all files twice and touches nothing before all are whole;
-            "none" trusts the disk.
+        replay: "report" compares steps trained again with the log and says how they agree; "raise" also raises when
+            they don't.
+        verify: "load" checks every byte while it is read; "first" reads all files twice and touches nothing before all
+            are whole; "none" trusts the disk.
         save_rng, load_rng: whether random streams are stored and restored; each acts on its own side alone.
         override_opt_param_scheduler: this run's learning rates, weight decays and schedule win over the checkpoint's
             (Megatron's argument of this name). Default: what the scheduler was built with.
@@ -130,11 +132,11 @@ class ResumeManager:
             it; the run then saves and stops in time by itself.
         topology_axes: sizes of parallel axes megaresume does not know, to be recorded and compared.
         timeout_s: how long any rank waits for another's answer before it is named in an error.
-        shared: what this manager shares with others of its process (AdapterManager's have one each per adapter), which then
-            closes it; `model` is then the RunObjects.
+        shared: what this manager shares with others of its process (AdapterManager's have one each per adapter), which
+            then closes it; `model` is then the RunObjects.
 
-    Collective over all ranks: construction, `resume`, `end_step`, `poll`, `save`, `close`. Construct it after model parallelism, model
-    and optimizer.
+    Collective over all ranks: construction, `resume`, `end_step`, `poll`, `save`, `close`. Construct it after model
+    parallelism, model and optimizer.
     """
 
     @_tells
@@ -235,14 +237,16 @@ class ResumeManager:
         self._no_time_to_save = False
         self._closed = False
 
-    # --- resuming ---------------------------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------------
 
     @_tells
     def resume(self, *, weights_only: bool = False, skip_data: bool = True) -> ResumeReport:
-        """Restore the checkpoint that `resume_from` asks for, or start fresh where nothing was committed yet. Once, before training.
+        """Restore the checkpoint that `resume_from` asks for, or start fresh where nothing was committed yet. Once,
+        before training.
 
-        `weights_only` takes parameters and buffers alone: step 0, fresh optimizer (masters refreshed), data and random numbers.
-        `skip_data=False` restores everything but the position in the data. Either is said in one line and recorded.
+        `weights_only` takes parameters and buffers alone: step 0, fresh optimizer (masters refreshed), data and random
+        numbers. `skip_data=False` restores everything but the position in the data. Either is said in one line and
+        recorded.
 
         Collective. Raises a named error on all ranks; unless it is PoisonedError, live objects are as they were.
         """
@@ -265,8 +269,8 @@ class ResumeManager:
             self._say(f"passed over {name}: {reason}")
         self._open_journal(report, time.monotonic() - started)
         self._watch.resumed(self.root / layout.EVENTS, self.step)
-        # Whoever was asked to stop while it started up need not train a step first. The end of the job's time is no such
-        # request: a job too short for more than a few steps has to make those, or it would be requeued for ever.
+        # Whoever was asked to stop while it started up need not train a step first. The end of the job's time is no
+        # such request: a job too short for more than a few steps has to make those, or it would be requeued for ever.
         asked = self._control.together("look for a stop request", self._watch.asked)
         if self._control.announce("stop before the first step", asked is not None and any(asked)):
             self._say(f"a stop was asked for during the start ({self._watch.wanted() or 'on another rank'})")
@@ -325,7 +329,8 @@ class ResumeManager:
             start_step=self.step,
             resumed_from=(manifest.attempt, manifest.step) if own else None,
             changes=restored.changes,
-            # Of another root, the checkpoint has an id that this one must not share: its own will have the same numbers.
+            # Of another root, the checkpoint has an id that this one must not share: its own will have the same
+            # numbers.
             root_id=manifest.root_id if own else None,
         )
         self._saved_step = self._committed_step = self.step if own and not restored.changes else None
@@ -333,7 +338,8 @@ class ResumeManager:
         for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
             self._say(line)
         self._say(
-            f"resumed from {restored.path}: step {self.step}, {self._consumed()} samples consumed, in {restored.seconds:.1f} s"
+            f"resumed from {restored.path}: step {self.step}, {self._consumed()} samples consumed, "
+            f"in {restored.seconds:.1f} s"
             f"{describe_job()}"
         )
         return self._report(
@@ -383,7 +389,7 @@ class ResumeManager:
                 left_out=list(report.left_out),
             )
 
-    # --- training ---------------------------------------------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------------------------------
 
     @property
     def consumed_train_samples(self) -> int:
@@ -392,7 +398,8 @@ class ResumeManager:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches per data-parallel rank of the next step (gradient accumulation); follows a batch-size ramp-up."""
+        """Micro-batches per data-parallel rank of the next step (gradient accumulation); follows a batch-size
+        ramp-up."""
         if TRAIN not in self._objects.data:
             raise ConfigurationError('num_microbatches needs a sampler: give data={"train": sampler}')
         return self._objects.data[TRAIN].num_microbatches
@@ -400,15 +407,18 @@ class ResumeManager:
     def end_step(
         self, *, loss: Any = None, grad_norm: Any = None, skipped: bool = False, samples: int | None = None
     ) -> None:
-        """Count a finished step, log it, save if due, notice a stop. Call it on every rank, after optimizer and scheduler.
+        """Count a finished step, log it, save if due, notice a stop. Call it on every rank, after optimizer and
+        scheduler.
 
-        loss: mean loss of this rank's part of the global batch (number or one-element tensor); None off the last pipeline stage.
-        grad_norm: as the optimizer returned it. skipped: the optimizer skipped the update (fp16 overflow); the step still counts.
+        loss: mean loss of this rank's part of the global batch (number or one-element tensor); None off the last
+            pipeline stage.
+        grad_norm: as the optimizer returned it. skipped: the optimizer skipped the update (fp16 overflow); the step
+            still counts.
         samples: size of the global batch, only where no "train" sampler was given.
 
-        Collective (one asynchronous reduction of five numbers). Raises SaveError on all ranks where `max_failed_saves` in a row
-        have failed (with async_save=False: where the save that was due failed): the step is counted, earlier checkpoints are whole,
-        and training may go on.
+        Collective (one asynchronous reduction of five numbers). Raises SaveError on all ranks where `max_failed_saves`
+        in a row have failed (with async_save=False: where the save that was due failed): the step is counted, earlier
+        checkpoints are whole, and training may go on.
         """
         self._guard(started=True)
         self._check_scheduler(skipped)
@@ -433,12 +443,14 @@ class ResumeManager:
             self._prepare_staging()
 
     def advance(self, name: str, batches: int = 1) -> int:
-        """Count `batches` global batches read from the sampler called `name` (validation, mostly); returns their samples."""
+        """Count `batches` global batches read from the sampler called `name` (validation, mostly); returns their
+        samples."""
         self._guard()
         if name == TRAIN or name not in self._objects.data:
             others = sorted(set(self._objects.data) - {TRAIN})
             raise ConfigurationError(
-                f"advance: no data called {name!r} to count here; there is {others or 'none'}, and end_step counts train"
+                f"advance: no data called {name!r} to count here; there is {others or 'none'}, and end_step counts "
+                "train"
             )
         return sum(self._objects.data[name].advance() for _ in range(batches))
 
@@ -463,8 +475,8 @@ class ResumeManager:
         return self._take_word()
 
     def save(self) -> Path:
-        """Save this step now; returns the checkpoint's directory, committed, on every rank. Does nothing where it is saved already.
-        Waits for a save that is still being written behind the training.
+        """Save this step now; returns the checkpoint's directory, committed, on every rank. Does nothing where it is
+        saved already. Waits for a save that is still being written behind the training.
 
         Collective; no tensor moves between ranks. Raises SaveError on all ranks; the root is then as it was.
         """
@@ -489,7 +501,8 @@ class ResumeManager:
 
     @_tells
     def close(self) -> None:
-        """Save what is not saved yet and let go of signals and files. Collective; leaving the `with` block without an error calls it."""
+        """Save what is not saved yet and let go of signals and files. Collective; leaving the `with` block without an
+        error calls it."""
         if self._closed:
             return
         try:
@@ -515,8 +528,8 @@ class ResumeManager:
         if error is None:
             self.close()
         else:
-            # The other ranks may be gone or elsewhere: nothing collective can be done any more. What is being written on all of
-            # them is another matter: it is waited for, with the deadlines of the control plane.
+            # The other ranks may be gone or elsewhere: nothing collective can be done any more. What is being written
+            # on all of them is another matter: it is waited for, with the deadlines of the control plane.
             self._tell(error)  # before the wait, in which a launcher may kill this process
             outcome = self._writer.take(wait=True)
             if outcome is not None and outcome.report is not None:
@@ -527,7 +540,7 @@ class ResumeManager:
             if outcome is not None and outcome.error is not None and isinstance(error, SystemExit) and not error.code:
                 raise outcome.error
 
-    # --- inside -----------------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _guard(self, *, started: bool = False) -> None:
         if self._closed:
@@ -568,8 +581,8 @@ class ResumeManager:
         position = _position_of(self._objects.scheduler)
         if position is not None and position == self._scheduler_position and not skipped:
             raise ConfigurationError(
-                f"the scheduler stands at {position}, where it stood at the last end_step(): call scheduler.step() before end_step(), or "
-                "give skipped=True for a step that the optimizer skipped"
+                f"the scheduler stands at {position}, where it stood at the last end_step(): call scheduler.step() "
+                "before end_step(), or give skipped=True for a step that the optimizer skipped"
             )
         self._scheduler_position = position
 
@@ -592,7 +605,8 @@ class ResumeManager:
         self._save_failed_somewhere = word.save_failed and self._posted_save > self._heard_save
         if word.diverged and self._replay_rule == "raise":
             raise ReplayDivergedError(
-                f"steps trained again after the resume are not those in {self.root / layout.STEP_LOG}; the first difference is in the "
+                f"steps trained again after the resume are not those in {self.root / layout.STEP_LOG}; the first "
+                "difference is in the "
                 f'log of rank 0 and in {layout.EVENTS}. With replay="report" training would go on.'
             )
         return word.stop > 0
@@ -611,7 +625,7 @@ class ResumeManager:
             self._say(f"a stop was asked for ({why}): no save of step {self.step}, which could not be finished in time")
         self.should_stop = True
 
-    # --- saves behind the training ------------------------------------------------------------------------------------------------
+    # --- saves behind the training ------------------------------------------------------------------------------------
 
     def _connect_writer(self) -> ControlPlane:
         """A control plane for the writer's thread. Made for synchronous saves too: all managers are then alike."""
@@ -684,8 +698,8 @@ class ResumeManager:
                 logger.warning("no memory made ready for the first save: %s", error)  # the save will say so too
 
     def _hear_of_save(self) -> None:
-        """Take in what has become of the save behind the training: a success when it is there, a failure when the status
-        word says so, which is at the same step on all ranks."""
+        """Take in what has become of the save behind the training: a success when it is there, a failure when the
+        status word says so, which is at the same step on all ranks."""
         if self._save_failed_somewhere:
             self._save_failed_somewhere = False
             error = self._finish_save() or SaveError("a save failed on another rank; its log says why")

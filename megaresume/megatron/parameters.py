@@ -193,7 +193,8 @@ def _whole(name: str, parameter: torch.nn.Parameter) -> Parameter:
 def _contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if type(tensor.data) is not torch.Tensor:
         raise UnsupportedError(
-            f"{name} is a {type(tensor.data).__name__}: quantised and distributed (fp8, DTensor) tensors are not supported yet"
+            f"{name} is a {type(tensor.data).__name__}: quantised and distributed (fp8, DTensor) tensors are not "
+            "supported yet"
         )
     if not tensor.is_contiguous():
         raise UnsupportedError(

@@ -91,9 +91,9 @@ def save_checkpoint(
 
     `shard_name` is this rank's file, unique over the world; `describe` is called on rank 0 only, before anything is
     written; `references` are files of earlier checkpoints that this rank's index refers to. With `recycle` a file of a
-    removed checkpoint is written over where there is one (see `recycle.py`). Where this same attempt has committed this step already, nothing is written and the report says so.
-    Raises, on all ranks with the same text, `SupersededError` where a newer attempt exists, else `SaveError`; the root
-    is then as it was.
+    removed checkpoint is written over where there is one (see `recycle.py`). Where this same attempt has committed this
+    step already, nothing is written and the report says so. Raises, on all ranks with the same text, `SupersededError`
+    where a newer attempt exists, else `SaveError`; the root is then as it was.
     """
     assert (identity.root_id, identity.attempt, identity.step) == (attempt.root_id, attempt.attempt, step), identity
     started = time.monotonic()

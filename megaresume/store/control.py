@@ -81,8 +81,8 @@ class ControlPlane:
                 store.set(_label_key(rank), label)
 
     def another(self) -> ControlPlane:
-        """A plane of the same ranks over a connection of its own, for another thread. All ranks make as many, in the same
-        order; nobody waits for anybody."""
+        """A plane of the same ranks over a connection of its own, for another thread. All ranks make as many, in the
+        same order; nobody waits for anybody."""
         if self._connect is None:
             raise ValueError("this control plane was made without `connect`, so it knows no way to its store")
         self._others += 1

@@ -173,7 +173,9 @@ class Cluster:
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                # slurmstepd writes its title over its environment, but works in our directory.
+                ours = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if ours or Path(process.cwd()).is_relative_to(self.directory):
                     yield process.pid
 
     def _write_configuration(self) -> None:

@@ -263,7 +263,7 @@ def a_lost_node(stage: Stage) -> None:
 
 def an_orphan(stage: Stage) -> None:
     """A slurmd dies and its tasks train on, while Slurm starts the job again elsewhere: the orphans cannot commit."""
-    job = submit(stage, "orphan", nodes=1, per_node=4, TRAINEE_STEP_S="0.5")
+    job = submit(stage, "orphan", nodes=1, per_node=4, TRAINEE_STEP_S="1.5")
     job.wait_for_steps(1, 13)
     (node,) = nodes_of(stage.cluster.job(job.id)["NodeList"])
     (supervisor,) = [
