@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,15 @@ from megaresume.store.attempts import Attempt
 from megaresume.store.commit import CommitText, save_checkpoint
 from megaresume.store.control import ControlPlane
 from megaresume.store.discovery import check_files, find_candidates, open_checkpoint
-from megaresume.store.manifest import Reference
+from megaresume.store.manifest import Reference, _digest, parse_manifest
 from megaresume.store.references import locate
 from megaresume.store.retention import prune
 from megaresume.store.shard import Entry, ShardIdentity
 from tests.store.worlds import MemoryStore, claim
+
+WRONG = [None, "x", {}, [None], [{}], [[]]]
+REFERENCE = {"step": 1, "attempt": 1, "name": "tp00-pp00-dp00.safetensors", "size": 9, "header_digest": "0" * 32}
+WRONG += [[{**REFERENCE, key: value}] for key in REFERENCE for value in (None, -1, True, "../x", "", [], "A" * 32)]
 
 STEM = "tp00-pp00-dp00"
 
@@ -52,6 +58,21 @@ def test_the_manifest_lists_what_is_referred_to_once(tmp_path: Path) -> None:
     assert newest.manifest.references == (first,)
     check_files(newest)
     assert locate(tmp_path, first, root_id=attempt.root_id) == tmp_path / layout.step_directory(1) / first.name
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_what_a_manifest_refers_to_is_held_against_its_form(wrong: Any, tmp_path: Path) -> None:
+    save(tmp_path, claim(tmp_path), 1)
+    path = tmp_path / layout.step_directory(1) / layout.MANIFEST
+    value = json.loads(path.read_text("utf-8"))
+    for references in ([REFERENCE], wrong):
+        value["references"] = references
+        value["digest"] = _digest(value)
+        path.write_text(json.dumps(value), "utf-8")
+        if references is not wrong:
+            assert len(parse_manifest(path).references) == 1
+    with pytest.raises(CheckpointDamagedError, match="references"):
+        parse_manifest(path)
 
 
 def test_pruning_leaves_what_a_kept_checkpoint_refers_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
