@@ -438,7 +438,11 @@ class ResumeManager:
         if stop:
             self._stop()
         elif self._save_every is not None and self.step % self._save_every == 0:
-            self._save_behind()
+            # Now and not at the next step: where a crash follows the commit, the log must have the line of this step.
+            if self._take_word():
+                self._stop()
+            else:
+                self._save_behind()
         else:
             self._prepare_staging()
 

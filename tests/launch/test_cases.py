@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from megaresume.cli.main import main
 from megaresume.errors import CheckpointNotFoundError
 from megaresume.launch import sbatch
 from megaresume.store.attempts import read_attempts
+from megaresume.store.commit import SaveReport
+from megaresume.store.steplog import read_steps
+from megaresume.store.writer import Writer
 from tests.launch.supervised import REPOSITORY, TRAINEE, clean_environment, losses
 from tests.launch.trainee import Samples
 from tests.ranks import Ranks
@@ -105,6 +109,20 @@ def test_the_run_stops_by_itself_when_the_jobs_time_ends(tmp_path: Path, caplog:
     assert 4 < manager.step < 10**9
     assert read_progress(tmp_path).global_step == manager.step
     assert "the job ends in" in caplog.text
+
+
+def test_the_line_of_a_step_is_logged_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash right after a commit: the replay begins after that step, so nobody would write its line any more."""
+    logged: dict[int, list[int]] = {}
+    start = Writer.start
+
+    def look(writer: Writer, step: int, save: Callable[[], SaveReport]) -> None:
+        logged[step] = [line.step for line in read_steps(tmp_path / "steps.jsonl")]
+        start(writer, step, save)
+
+    monkeypatch.setattr(Writer, "start", look)
+    train(tmp_path, 5, save_every=2)
+    assert logged == {2: [1, 2], 4: [1, 2, 3, 4]}
 
 
 def test_a_save_that_cannot_be_finished_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         (root / "launches" / "night.1" / "stop").write_text("the cluster goes down at noon\n")
         told.chapter_ended("crash, hang, stop file", run)
     with supervise(root, steps=STEPS, TRAINEE_STEP_S="0.02") as run:
-        run.send(signal.SIGUSR1)  # before anything has started
+        wait_until(lambda: len(list((root / "launches").glob("*/try-0001.json"))) == 3, "the record", run)
+        run.send(signal.SIGUSR1)  # before torchrun has started a worker
         told.chapter_ended("SIGUSR1 at the start", run)
     with supervise(root, steps=STEPS) as run:
         told.chapter_ended("to the end", run)

@@ -204,9 +204,9 @@ def a_crash_loop(stage: Stage) -> None:
 
 
 def walltime(stage: Stage) -> None:
-    """A time limit of one minute: it stops by itself, in time, is requeued, and comes to its end."""
-    job = submit(stage, "walltime", options=("--time", "1"), TRAINEE_STEP_S="0.5")
-    job.wait(lambda: job.state in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), "its end", seconds=900)
+    """A time limit of two minutes: it stops by itself, in time, is requeued, and comes to its end."""
+    job = submit(stage, "walltime", options=("--time", "2"), TRAINEE_STEP_S="3")
+    job.wait(lambda: job.state in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), "its end", seconds=1500)
     assert job.state == "COMPLETED", job.text()[-6000:]
     assert len(read_attempts(job.root)) >= 3
     assert "the job ends in" in job.text()
