@@ -36,11 +36,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MAX_WORLD_SIZE = 8
 PRELOAD = ["tests.ranks", "tests.small_models"]
 
 # How long the other ranks get to come back after one has failed: they may wait for it in a collective.
 _GRACE_S = 10.0
+
+# A gloo group that something still holds keeps its threads; some hundreds of them in every rank slow all ranks down.
+_MAX_THREADS = 200
 
 _LET_GO = b"let go"
 
@@ -93,6 +98,8 @@ class Ranks:
         """
         __tracebackhide__ = True
         assert 1 <= world_size <= MAX_WORLD_SIZE
+        if any(_threads(rank) > _MAX_THREADS for rank in self._ranks):
+            self.close()
         while len(self._ranks) < world_size:
             self._ranks.append(_start(len(self._ranks), self._directory))
         self._runs += 1
@@ -120,6 +127,13 @@ class Ranks:
             rank.process.join()
             rank.connection.close()
         self._ranks = []
+
+
+def _threads(rank: _Rank) -> int:
+    try:
+        return psutil.Process(rank.process.pid).num_threads()
+    except psutil.Error:  # it died between two runs: `_collect` reports it
+        return 0
 
 
 def _start(index: int, directory: Path) -> _Rank:

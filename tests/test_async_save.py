@@ -208,6 +208,17 @@ def test_a15_the_last_save_is_not_lost_when_the_loop_is_left(ranks: Ranks, tmp_p
     assert saved_steps(tmp_path) == [3]
 
 
+def test_saves_over_the_files_of_removed_checkpoints_resume_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    whole = run(ranks, TWO, tmp_path / "whole", STEPS)
+    arguments = {"save_every": 1, "keep_last": 1, "recycle": True}
+    run(ranks, TWO, tmp_path / "root", STEPS, crash_at=4, **arguments)
+    assert len(list((tmp_path / "root").glob(f"{layout.TRASH_PREFIX}*/*.safetensors"))) == 2, "one for each rank"
+    resumed = run(ranks, TWO, tmp_path / "root", STEPS, verify="first", **arguments)
+    assert resumed[0].report.step == 4
+    assert_continues(resumed, whole)
+    assert [candidate.step for candidate in find_candidates(tmp_path / "root")[0]] == [STEPS]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -378,10 +378,14 @@ def _in_threads(count: int, work: Callable[[], None]) -> None:
 
 
 def _check_chunk(pieces: Sequence[memoryview], number: int, header: ShardHeader, path: Path) -> None:
-    hasher = xxhash.xxh3_64()
-    for piece in pieces:
-        hasher.update(piece)
-    expected, found = header.chunk_digests[number], hasher.hexdigest()
+    if len(pieces) == 1:
+        found = xxhash.xxh3_64_hexdigest(pieces[0])
+    else:
+        hasher = xxhash.xxh3_64()
+        for piece in pieces:
+            hasher.update(piece)
+        found = hasher.hexdigest()
+    expected = header.chunk_digests[number]
     if expected != found:
         first = header.data_start + number * CHUNK_BYTES
         size = sum(len(piece) for piece in pieces)
