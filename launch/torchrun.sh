@@ -19,5 +19,7 @@ else
           --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes, the same on all}"
           --rdzv-id "${RDZV_ID:?a name for this start, the same on all nodes}")
 fi
+# torchrun lends the ranks its own store; after a restart they would find in it the addresses of the ranks that died.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes "$nnodes" --nproc-per-node "${NPROC_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-3}" \
     "${meet[@]}" "$@"

@@ -74,5 +74,7 @@ def build_environment(
         supervised.EARLIER_TRIES: str(record.earlier),
         # torchrun passes on what it handles, and kills the workers before they have saved: it is to know none but INT.
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
+        # It lends the ranks its own store; after a restart they would find in it the addresses of the ranks that died.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SHUTDOWN_S,
     }
