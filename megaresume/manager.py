@@ -25,15 +25,13 @@ from megaresume.errors import (
     MegaresumeError,
     PoisonedError,
     ReplayDivergedError,
-    SaveError,
-    SupersededError,
 )
 from megaresume.job import read_job
 from megaresume.journal import Journal
-from megaresume.megatron.optimizers import before_each_step
 from megaresume.megatron.parallel import reports_loss
 from megaresume.resume_request import Choice, Request, choose, is_uri, parse_request
 from megaresume.run_objects import TRAIN, RunObjects, Shared, agree_on_shape, find_place, gather_objects
+from megaresume.saver import Saver
 from megaresume.state.staging import Staging
 from megaresume.status import StatusWord
 from megaresume.stop import StopSignals
@@ -44,7 +42,6 @@ from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane, open_contr
 from megaresume.store.references import Source
 from megaresume.store.retention import prune, remove_leftovers
 from megaresume.store.rootcheck import check_root
-from megaresume.store.writer import Outcome, Writer
 from megaresume.watch import Watch, describe_job, tell_supervisor
 
 if TYPE_CHECKING:
@@ -218,19 +215,17 @@ class ResumeManager:
         self._journal: Journal | None = None
         self._samples_without_sampler = 0
         self._skipped_samples = 0
-        self._saved_step: int | None = None  # of the save begun last
-        self._committed_step: int | None = None  # of the one known to have succeeded
         self._recycle = recycle
         self._frozen: dict[str, Source] = {}  # where weights that are not trained lie already
-        self._staging = Staging() if async_save else None
-        self._hooks: list[Any] | None = None
-        if self._staging is not None:
-            self._hooks = before_each_step(self._objects.optimizer, self._staging.fence)
-        self._writer = Writer()
-        self._max_failed_saves, self._failed_saves = max_failed_saves, 0
-        self._posted_save = self._heard_save = 0  # numbers of saves: begun when the last word was posted, outcome known
-        self._save_failed_somewhere = False
-        self._writer_control = self._connect_writer()
+        self._saver = Saver(
+            self._objects,
+            self._control,
+            self._connect_writer() if async_save and not self._shared else None,
+            max_failed_saves=max_failed_saves,
+            done=self._after_save,
+            failed=self._record_failure,
+            say=self._say,
+        )
         self._scheduler_position = _position_of(scheduler)
         self._unlogged: dict[str, Any] | None = None
         self._poisoned: str | None = None
@@ -333,7 +328,7 @@ class ResumeManager:
             # numbers.
             root_id=manifest.root_id if own else None,
         )
-        self._saved_step = self._committed_step = self.step if own and not restored.changes else None
+        self._saver.resumed(self.step if own and not restored.changes else None)
         self._scheduler_position = _position_of(self._objects.scheduler)
         for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
             self._say(line)
@@ -434,17 +429,19 @@ class ResumeManager:
             "consumed_train_samples": self._consumed(),
         }
         self._post_word(float(loss) if loss is not None and reports_loss() else None)
-        self._hear_of_save()
+        self._saver.take_in()
         if stop:
             self._stop()
         elif self._save_every is not None and self.step % self._save_every == 0:
             # Now and not at the next step: where a crash follows the commit, the log must have the line of this step.
             if self._take_word():
                 self._stop()
+            elif self._saver.behind_training:
+                self._saver.begin(self.step, self._target(), self._collect)
             else:
-                self._save_behind()
-        else:
-            self._prepare_staging()
+                self.save()
+        elif self._save_every is not None:
+            self._saver.prepare()
 
     def advance(self, name: str, batches: int = 1) -> int:
         """Count `batches` global batches read from the sampler called `name` (validation, mostly); returns their
@@ -485,23 +482,13 @@ class ResumeManager:
         Collective; no tensor moves between ranks. Raises SaveError on all ranks; the root is then as it was.
         """
         self._guard(started=True)
-        self._finish_save()
-        if self._saved_step == self.step:
-            return self.root / layout.step_directory(self.step)
-        stop = self._take_word()
-        try:
-            collected = saving.collect(
-                self._target(), self._objects, self._counters(), save_rng=self._save_rng, staging=None
-            )
-            report = saving.save(self._target(), collected, step=self.step, control=self._control)
-        except Exception as error:
-            self._record_failure(self.step, error)
-            raise
-        self._saved_step = self.step
-        self._after_save(self.step, report)
-        if stop:
-            self.should_stop = True
-        return report.path
+        self._saver.finish()
+        if self._saver.saved_step != self.step:
+            stop = self._take_word()
+            self._saver.save(self.step, self._target(), self._collect)
+            if stop:
+                self.should_stop = True
+        return self.root / layout.step_directory(self.step)
 
     @_tells
     def close(self) -> None:
@@ -512,8 +499,8 @@ class ResumeManager:
         try:
             if self._attempt is not None and self._poisoned is None:
                 self._take_word()
-                self._finish_save()
-                if self.step != self._saved_step and self.step > 0 and not self._no_time_to_save:
+                self._saver.finish()
+                if self.step != self._saver.saved_step and self.step > 0 and not self._no_time_to_save:
                     self.save()
             if self._shared:
                 return
@@ -535,14 +522,10 @@ class ResumeManager:
             # The other ranks may be gone or elsewhere: nothing collective can be done any more. What is being written
             # on all of them is another matter: it is waited for, with the deadlines of the control plane.
             self._tell(error)  # before the wait, in which a launcher may kill this process
-            outcome = self._writer.take(wait=True)
-            if outcome is not None and outcome.report is not None:
-                self._after_save(outcome.step, outcome.report)
-            elif outcome is not None and outcome.error is not None:
-                self._record_failure(outcome.step, outcome.error)
+            lost = self._saver.finish()
             self._release()
-            if outcome is not None and outcome.error is not None and isinstance(error, SystemExit) and not error.code:
-                raise outcome.error
+            if lost is not None and isinstance(error, SystemExit) and not error.code:
+                raise lost
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -592,9 +575,8 @@ class ResumeManager:
 
     def _post_word(self, loss: float | None) -> None:
         diverged = self._journal is not None and self._journal.diverged
-        self._posted_save = self._writer.started
         self._word.post(
-            stop=self._watch.wanted() is not None, diverged=diverged, save_failed=self._writer.failed(), loss=loss
+            stop=self._watch.wanted() is not None, diverged=diverged, save_failed=self._saver.post(), loss=loss
         )
 
     def _take_word(self) -> bool:
@@ -604,9 +586,9 @@ class ResumeManager:
             return False
         if self._journal is not None and self._unlogged is not None:
             self._journal.record(loss=word.loss, **self._unlogged)
-            self._watch.progress(step=self._unlogged["step"], loss=word.loss, saved_step=self._saved_step)
+            self._watch.progress(step=self._unlogged["step"], loss=word.loss, saved_step=self._saver.saved_step)
         self._unlogged = None
-        self._save_failed_somewhere = word.save_failed and self._posted_save > self._heard_save
+        self._saver.heard(word.save_failed)
         if word.diverged and self._replay_rule == "raise":
             raise ReplayDivergedError(
                 f"steps trained again after the resume are not those in {self.root / layout.STEP_LOG}; the first "
@@ -620,7 +602,8 @@ class ResumeManager:
 
     def _stop(self) -> None:
         why = self._watch.wanted() or "on another rank"
-        recent = self._committed_step is not None and self.step - self._committed_step <= (self._save_every or 0)
+        committed = self._saver.committed_step
+        recent = committed is not None and self.step - committed <= (self._save_every or 0)
         if self._control.decide("is there time to save", lambda: self._watch.worth_saving(recent=recent)):
             self._say(f"a stop was asked for ({why}): saving step {self.step}")
             self.save()
@@ -629,12 +612,10 @@ class ResumeManager:
             self._say(f"a stop was asked for ({why}): no save of step {self.step}, which could not be finished in time")
         self.should_stop = True
 
-    # --- saves behind the training ------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     def _connect_writer(self) -> ControlPlane:
-        """A control plane for the writer's thread. Made for synchronous saves too: all managers are then alike."""
-        if self._shared:
-            return self._control  # many managers, none of which writes behind the training: no connections for each
+        """A control plane for the writer's thread."""
         box: list[ControlPlane] = []
         self._control.together("connect the writer", lambda: box.append(self._control.another()))
         return box[0]
@@ -668,84 +649,14 @@ class ResumeManager:
     def _counters(self) -> saving.Counters:
         return saving.Counters(self.step, self._consumed(), self._skipped_samples, self._healthy(), self.extra)
 
-    def _save_behind(self) -> None:
-        """Copy this step's state and begin to write it, once the save before is done with."""
-        if self._staging is None:
-            self.save()
-            return
-        error = self._finish_save()
-        if error is not None:
-            self._raise_if_too_many(error)
-        if self._saved_step == self.step:
-            return
-        target, control, step = self._target(), self._writer_control, self.step
-        collected = saving.collect(
-            target, self._objects, self._counters(), save_rng=self._save_rng, staging=self._staging
-        )
-
-        def save() -> SaveReport:
-            report = saving.save(target, collected, step=step, control=control)
-            control.until_heard(f"save step {step}")
-            return report
-
-        if self._hooks is None:
-            self._staging.fence()
-        self._writer.start(step, save)
-        self._saved_step = step
-
-    def _prepare_staging(self) -> None:
-        """Have the memory for the first save made ready behind the second step: only now is the state complete."""
-        if self._staging is not None and self._save_every is not None and not self._staging.size:
-            try:
-                self._staging.prepare(saving.storable(self._objects))
-            except MegaresumeError as error:
-                logger.warning("no memory made ready for the first save: %s", error)  # the save will say so too
-
-    def _hear_of_save(self) -> None:
-        """Take in what has become of the save behind the training: a success when it is there, a failure when the
-        status word says so, which is at the same step on all ranks."""
-        if self._save_failed_somewhere:
-            self._save_failed_somewhere = False
-            error = self._finish_save() or SaveError("a save failed on another rank; its log says why")
-            self._raise_if_too_many(error)
-        else:
-            self._take_in(self._writer.take(wait=False))
-
-    def _finish_save(self) -> MegaresumeError | None:
-        """Wait for the save behind the training, if one is under way; returns its error."""
-        return self._take_in(self._writer.take(wait=True))
-
-    def _take_in(self, outcome: Outcome | None) -> MegaresumeError | None:
-        if outcome is None:
-            return None
-        self._heard_save = outcome.number
-        if outcome.report is not None:
-            self._after_save(outcome.step, outcome.report)
-        elif outcome.error is not None:
-            self._failed_saves += 1
-            if self._saved_step == outcome.step:
-                self._saved_step = self._committed_step
-            self._record_failure(outcome.step, outcome.error)
-        return outcome.error
-
-    def _raise_if_too_many(self, error: MegaresumeError) -> None:
-        # What is no failed write (an orphan, a state that cannot be captured) will not be better the next time.
-        if (
-            self._failed_saves >= self._max_failed_saves
-            or isinstance(error, SupersededError)
-            or not isinstance(error, SaveError)
-        ):
-            raise error
-        self._say(
-            f"training goes on after {self._failed_saves} failed of at most {self._max_failed_saves} saves in a row"
-        )
+    def _collect(self, staging: Staging | None) -> Callable[[], saving.Snapshot]:
+        return saving.collect(self._target(), self._objects, self._counters(), save_rng=self._save_rng, staging=staging)
 
     def _record_failure(self, step: int, error: Exception) -> None:
         if self._journal is not None:
             self._journal.event("save_failed", step=step, error=str(error))
 
     def _after_save(self, step: int, report: SaveReport) -> None:
-        self._failed_saves, self._committed_step = 0, step
         self._watch.saved(report.seconds, step)
         if self._place.rank != 0 or self._journal is None:
             return
@@ -767,11 +678,9 @@ class ResumeManager:
         watch = getattr(self, "_watch", None)  # an error during construction may come first
         if watch is not None and not self._shared:
             watch.release()
-        writer = getattr(self, "_writer", None)
-        if writer is not None:
-            writer.close()
-        for hook in getattr(self, "_hooks", None) or ():
-            hook.remove()
+        saver = getattr(self, "_saver", None)
+        if saver is not None:
+            saver.release()
         if self._journal is not None:
             self._journal.close()
 

@@ -86,7 +86,7 @@ def train_with_a_slow_disk(config: SmallModel, root: Path, manager_args: dict[st
         report = manager.resume()
         for step, result in train_steps(loop, manager, STEPS):
             results[step] = result
-            if manager._writer._thread is not None and manager._writer._outcome is None:
+            if manager._saver.writing:
                 during.append(step)
     return Outcome(report, results, digest(loop), manager.step, manager.should_stop), during
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("cli", "launch"),
     ("adapters",),
     ("manager", "one_call"),
+    ("saver",),
     ("saving", "restoring", "run_objects", "journal", "status", "watch", "resume_request"),
     ("stop", "walltime", "job"),
     ("supervised", "outcome"),

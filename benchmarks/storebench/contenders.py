@@ -171,21 +171,21 @@ def megaresume(run: Run, root: Path, *, verify: str = "load") -> list[Contender]
     """As `end_step` saves (behind the training), as `save()` does, and loading with digests on and off."""
     manager = ResumeManager(root, model=run.chunks, optimizer=run.optimizer, stop_signals=(), save_every=1 << 60)
     manager.resume()
-    manager._prepare_staging()
+    manager._saver.prepare()
 
     def where(_: Path) -> Path:
         return root / layout.step_directory(manager.step)
 
     def behind(_: Path) -> Saving:
         manager.step += 1
-        manager._save_behind()
+        manager._saver.begin(manager.step, manager._target(), manager._collect)
 
         def wait() -> None:
-            error = manager._finish_save()
+            error = manager._saver.finish()
             if error is not None:
                 raise error
 
-        return Saving(lambda: manager._writer._outcome is not None, wait)
+        return Saving(lambda: not manager._saver.writing, wait)
 
     def waited_for(_: Path) -> Saving:
         manager.step += 1

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.state.tensors import dtype_of
+from megaresume.state.tensors import SERIAL_ELEMENTS, dtype_of
 from megaresume.store.manifest import Reference
 from megaresume.store.references import Source
 from megaresume.store.shard import Entry
 
 _ROUNDED = ("BF16", "F16")
-_BLOCK = 1 << 20  # elements compared at once: the rounded copy of a block is all the memory this takes
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,5 @@ def _is_rounded(weight: Entry, at: list[int], master: Entry, master_at: list[int
     have = torch.frombuffer(weight.data, dtype=torch.int16)
     full = torch.frombuffer(master.data, dtype=torch.float32)[at[0] - master_at[0] : at[1] - master_at[0]]
     # Bits are compared, not numbers: -0.0 is not 0.0 to a run that is to go on bit for bit, and NaN is itself.
-    return all(
-        torch.equal(have[begin : begin + _BLOCK], full[begin : begin + _BLOCK].to(dtype).view(torch.int16))
-        for begin in range(0, have.numel(), _BLOCK)
-    )
+    blocks = zip(have.split(SERIAL_ELEMENTS), full.split(SERIAL_ELEMENTS), strict=True)
+    return all(torch.equal(bits, numbers.to(dtype).view(torch.int16)) for bits, numbers in blocks)

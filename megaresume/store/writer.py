@@ -54,6 +54,10 @@ class Writer:
         self._thread = threading.Thread(target=self._run, args=(step, save), name=f"save-step-{step}", daemon=False)
         self._thread.start()
 
+    def running(self) -> bool:
+        """Whether a save is being written at this moment."""
+        return self._thread is not None and self._outcome is None
+
     def failed(self) -> bool:
         """Whether the save begun last has failed, and nobody has taken that outcome yet."""
         return self._outcome is not None and self._outcome.error is not None

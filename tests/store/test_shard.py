@@ -25,6 +25,7 @@ from megaresume.store.shard import (
     CHUNK_BYTES,
     DTYPE_BYTES,
     Entry,
+    Filled,
     ShardRecord,
     check_identity,
     read_header,
@@ -286,6 +287,27 @@ def test_a_name_that_is_not_there_is_named_before_any_sink_is_called(tmp_path: P
 
     with pytest.raises(CheckpointDamagedError, match=r"x\.safetensors.*'model/v'"):
         stream_tensors(path, read_header(path), {"model/w": sink, "model/v": sink})
+
+
+def test_who_reads_into_memory_is_told_of_each_checked_part_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    entries = [entry("before", "U8", (1000,)), entry("x", "U8", (11 * CHUNK_BYTES + 5,))]
+    write(path, entries)
+    memory, told = memoryview(bytearray(entries[1].data.nbytes)), dict[int, bytes]()
+
+    def then(offset: int, data: memoryview) -> None:
+        assert offset not in told
+        told[offset] = bytes(data)
+
+    stream_tensors(path, read_header(path), {"x": Filled(memory, then)})
+    assert bytes(memory) == bytes(entries[1].data) == b"".join(told[offset] for offset in sorted(told))
+    told.clear()
+    with path.open("r+b") as file:
+        file.seek(4096 + 5 * CHUNK_BYTES)
+        file.write(b"damage")
+    with pytest.raises(CheckpointDamagedError):
+        stream_tensors(path, read_header(path), {"x": Filled(memory, then)})
+    assert 5 * CHUNK_BYTES - 1000 not in told, "of a part that is not good nobody is told"
 
 
 def test_an_error_of_a_sink_is_its_own_and_closes_the_file(tmp_path: Path) -> None:
