@@ -36,7 +36,7 @@ from megaresume.state.scheduler import (
     scheduler_differences,
     scheduler_mismatches,
 )
-from megaresume.state.tensors import page_locked_chunk, targets_for
+from megaresume.state.tensors import page_locked_chunk, sink_rounding_into, targets_for
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
 from megaresume.store.control import ControlPlane
@@ -47,6 +47,7 @@ from megaresume.store.shard import (
     ShardHeader,
     ShardIdentity,
     ShardRecord,
+    Target,
     check_identity,
     read_header,
     stream_tensors,
@@ -321,8 +322,10 @@ def _overwrite(prepared: _Prepared, control: ControlPlane, objects: RunObjects, 
 
     def read() -> None:
         scratch = page_locked_chunk(plan.destinations.values(), CHUNK_BYTES)
+        live: dict[str, Target] = targets_for(plan.destinations)
+        live |= {master: sink_rounding_into(weights) for master, weights in plan.rounded.items()}
         for header, shard, targets in (
-            (prepared.header, prepared.shard, targets_for(plan.destinations, plan.rounded)),
+            (prepared.header, prepared.shard, live),
             *((each.header, each.shard, targets_for(each.destinations)) for each in prepared.elsewhere),
         ):
             stream_tensors(shard, header, targets, verify=verify, scratch=scratch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaresume.errors import ConfigurationError
-from megaresume.megatron.live import describe, device_of, model_facts, rank_facts
+from megaresume.megatron.live import describe, device_of, model_facts, rank_facts, trainable_names
 from megaresume.megatron.parallel import (
     global_rank,
     read_coordinate,
@@ -132,12 +132,23 @@ def find_place(extra_axes: Mapping[str, int] | None) -> Place:
 
 def agree_on_shape(control: ControlPlane, place: Place, objects: RunObjects) -> RunShape:
     """The run's topology and model facts, the same on every rank. Collective over the control plane."""
-    answers = control.together(
-        "describe the model", lambda: {"pp": place.coordinate.pp, **rank_facts(objects.chunks, objects.describe())}
+    box: list[Live] = []
+
+    def describe_rank() -> dict[str, Any]:
+        box.append(objects.describe())
+        return {"pp": place.coordinate.pp, **rank_facts(objects.chunks, box[0])}
+
+    answers = control.together("describe the model", describe_rank)
+    # Most ranks hold the same parameters as another: names are asked of one of each kind.
+    kinds = {answer["trainable"]: rank for rank, answer in reversed(list(enumerate(answers or ())))}
+    asked = control.announce("ask for the trainable parameters", sorted(kinds.values()))
+    names = control.together(
+        "name the trainable parameters", lambda: trainable_names(box[0]) if place.rank in asked else []
     )
-    facts = None if answers is None else model_facts(answers, [answer["pp"] for answer in answers])
-    told = control.announce("model facts", None if facts is None else {**facts, **objects.facts()})
-    return RunShape(place.topology, told)
+    facts = None
+    if answers is not None and names is not None:
+        facts = {**model_facts(answers, [answer["pp"] for answer in answers], names), **objects.facts()}
+    return RunShape(place.topology, control.announce("model facts", facts))
 
 
 @dataclass(frozen=True)

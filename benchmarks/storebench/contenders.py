@@ -1,7 +1,8 @@
 """megaresume and its peers, each as a way to save this rank's state into a directory and to load it back.
 
-All save the same tensors: what the rank holds of masters, moments, weights and random streams (megatron-core's own
-format: what its state dict holds of the same run). Peers run in the best settings that we found; `settings` says which.
+All save the same state and have all of it on every rank after a load: the rank's masters, moments and random streams,
+and its weights whole, which data-parallel ranks hold in common (megatron-core's own format: what its state dict holds
+of the same run). Peers run in the best settings that we found; `settings` says which.
 """
 
 from __future__ import annotations
@@ -26,10 +27,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from benchmarks.storebench.measuring import fsync_share
 from megaresume import ResumeManager
 from megaresume.restoring import Options, restore_first_valid
+from megaresume.state.description import Live
 from megaresume.store import layout
 from tests.small_models import Run
 
 Tensors = Mapping[str, torch.Tensor]
+WEIGHT = "model/"
+
+
+def state_of(live: Live, captured: Tensors) -> dict[str, torch.Tensor]:
+    """What peers save and load on this rank: what we do, but each weight whole instead of this replica's part of it."""
+    weights = {f"{WEIGHT}{name}": parameter.tensor.detach() for name, parameter in live.parameters.items()}
+    return weights | {name: tensor for name, tensor in captured.items() if not name.startswith(WEIGHT)}
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Contender:
     where: Callable[[Path], Path] = lambda path: path
     asynchronous: bool = False
     ours: bool = False
+    needs_stand_in: bool = False
+    """Whether it asks for a CUDA device even on a machine that has none."""
 
 
 def _done(path: Path) -> Saving:
@@ -73,7 +84,7 @@ def torch_save(tensors: Tensors) -> Contender:
         for name, tensor in tensors.items():
             tensor.copy_(found[name])
 
-    return Contender("torch.save", "crc32 off; load with mmap, then copy", save, load)
+    return Contender("torch.save", "a file per rank, crc32 off; load with mmap, then copy", save, load)
 
 
 def safetensors_file(tensors: Tensors) -> Contender:
@@ -90,23 +101,27 @@ def safetensors_file(tensors: Tensors) -> Contender:
             for name, tensor in tensors.items():
                 tensor.copy_(found.get_tensor(name))
 
-    return Contender("safetensors", "save_file; safe_open, then copy", save, load)
+    return Contender("safetensors", "a file per rank, save_file; safe_open, then copy", save, load)
 
 
-def _with_rank(tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {f"{dist.get_rank()}/{name}": tensor for name, tensor in tensors.items()}
+def _for_dcp(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Names that are one rank's own but for the weights', which replicas share: DCP then writes them once."""
+    own, shared = dist.get_rank(), f"tp{parallel_state.get_tensor_model_parallel_rank()}"
+    return {f"{shared if name.startswith(WEIGHT) else own}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def _dcp_load(tensors: Tensors) -> Callable[[Path], None]:
-    return lambda path: dcp.load(_with_rank(tensors), storage_reader=FileSystemReader(path))
+    return lambda path: dcp.load(_for_dcp(tensors), storage_reader=FileSystemReader(path))
 
 
 def dcp_sync(tensors: Tensors, threads: int) -> Contender:
     def save(path: Path) -> Saving:
-        dcp.save(_with_rank(tensors), storage_writer=FileSystemWriter(path, thread_count=threads))
+        dcp.save(_for_dcp(tensors), storage_writer=FileSystemWriter(path, thread_count=threads))
         return _done(path)
 
-    return Contender("DCP", f"{threads} threads, one file per thread", save, _dcp_load(tensors))
+    return Contender(
+        "DCP", f"{threads} threads, one file per thread; weights once for all replicas", save, _dcp_load(tensors)
+    )
 
 
 def dcp_async(tensors: Tensors, kind: AsyncCheckpointerType, threads: int) -> Contender:
@@ -123,7 +138,7 @@ def dcp_async(tensors: Tensors, kind: AsyncCheckpointerType, threads: int) -> Co
 
     def save(path: Path) -> Saving:
         future: Any = dcp.async_save(
-            _with_rank(tensors),
+            _for_dcp(tensors),
             storage_writer=FileSystemWriter(path, thread_count=threads),
             process_group=group,
             async_checkpointer_type=kind,
@@ -164,7 +179,9 @@ def torch_dist(run: Run, sharding: str) -> Contender:
         run.chunks[0].load_state_dict(found["model"], strict=False)  # without TE it misses extra states of its own
         run.optimizer.load_state_dict(found["optimizer"])
 
-    return Contender(f"torch_dist {sharding}", "fully parallel save over data parallelism", save, load)
+    return Contender(
+        f"torch_dist {sharding}", "fully parallel save over data parallelism", save, load, needs_stand_in=True
+    )
 
 
 def megaresume(run: Run, root: Path, *, verify: str = "load") -> list[Contender]:

@@ -16,21 +16,17 @@ _BLOCK = 4 << 20
 
 
 def copy_limit(tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    """One copy of this rank's tensors into memory that is there already, in large pages."""
+    """One copy of this rank's tensors into memory that is there already, in large pages. Kept from round to round,
+    as a saver's buffers are: memory that nobody touched for a while may be slower to copy to."""
     from megaresume.state.staging import _reserve
 
     room = _reserve(sum(tensor.nbytes + 8 for tensor in tensors.values()), pinned=False)
-    pairs, begin = [], 0
+    views, begin = [], 0
     for tensor in tensors.values():
-        view = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        pairs.append((view, tensor))
+        views.append(room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         begin += -(-tensor.nbytes // 8) * 8
-
-    def copy() -> None:
-        for view, tensor in pairs:
-            view.copy_(tensor)
-
-    return copy
+    sources = [tensor.detach() for tensor in tensors.values()]
+    return lambda: torch._foreach_copy_(views, sources)
 
 
 def write_limit(path: Path, size: int) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 OURS, OURS_SYNC = "megaresume", "megaresume, waited for"
 TIMED = ("blocking", "durable", "load warm", "load cold", "first save")
+STEPS = ("step", "lost to a save")
 UNITS = {"memory of a save": 1e6, "memory of a load": 1e6, "bytes written": 1e6}
 
 
@@ -38,12 +39,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def limits_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that the machine itself needs, by row. Reading cold: the better of one and two threads."""
+    """Seconds that the machine itself needs, by row. Blocking: one copy into memory that was idle since the last round,
+    as buffers are; loading: one copy of all that a rank has, again. Reading cold: the better of one and two threads."""
     found = {name: median(values) for name, values in result["rows"]["limits"].items()}
     return {
         "blocking": found["copy"],
         "durable": found["write"],
-        "load warm": found["copy"],
+        "load warm": found["copy of all, again"],
         "load cold": min(found["read cold, 1 threads"], found["read cold, 2 threads"]),
     }
 
@@ -98,18 +100,25 @@ def table(mode: str, result: Mapping[str, Any]) -> str:
     gigabytes = result["state_bytes"] / 1e9
     lines = [
         f"{mode}: {gigabytes:.3f} GB of state; ms (GB/s of state; quartiles); limits are of the same run",
-        f"limits: one copy {limits['blocking'] * 1e3:.0f} ms ({gigabytes / limits['blocking']:.2f} GB/s), durable "
-        f"write of {result['file_bytes'] / 1e9:.3f} GB {limits['durable'] * 1e3:.0f} ms, cold read of the same "
-        f"{limits['load cold'] * 1e3:.0f} ms",
+        "limits: "
+        + ", ".join(
+            f"{what} {limits[row] * 1e3:.0f} ms"
+            for what, row in (
+                ("one copy into idle memory", "blocking"),
+                ("one copy of all that ranks hold", "load warm"),
+                (f"durable write of {result['file_bytes'] / 1e9:.3f} GB", "durable"),
+                ("cold read of the same", "load cold"),
+            )
+        ),
     ]
-    for row in (*TIMED, "step", *UNITS):
+    for row in (*TIMED, *STEPS, *UNITS):
         lines.append(f"  {row}" + (" [MB]" if row in UNITS else ""))
         values = sorted(rows.get(row, {}).items(), key=lambda item: median(item[1]))
         for name, each in values:
             middle, (low, high) = median(each), _spread(each)
             if row in UNITS:
                 text = f"{middle / UNITS[row]:9.0f}"
-            elif row == "step":
+            elif row in STEPS:
                 text = f"{middle * 1e3:9.0f} ({low * 1e3:.0f} to {high * 1e3:.0f})"
             else:
                 ratio = f", {middle / limits[row]:.2f} x the limit" if row in limits else ""

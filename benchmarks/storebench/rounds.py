@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import random
 import shutil
+import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +20,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.storebench import limits
-from benchmarks.storebench.contenders import Contender, all_contenders
+from benchmarks.storebench.contenders import Contender, all_contenders, state_of
 from benchmarks.storebench.measuring import drop_from_cache, files_below, memory_peak, slowest, timed
 from megaresume.megatron.live import describe
 from megaresume.megatron.rng import random_streams
 from megaresume.state.rank_state import capture
 from megaresume.state.registered import Registered
-from tests.small_models import Run, SmallModel, build
+from tests.small_models import SmallModel, build
 
 SCRATCH_STEPS = 2  # before anything is measured: the optimizer's state exists from the first on
-STEPS_DURING = 6
+STEPS_DURING = 20
+STEP_ROUNDS = 3
 
 
 @dataclass
@@ -50,20 +55,30 @@ def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
     for step in range(SCRATCH_STEPS):
         run.train_step(step)
     live = describe(run.chunks, run.optimizer)
-    tensors = capture(live, random_streams(None), Registered({})).tensors
-    results = Results(state_bytes=_total(sum(tensor.nbytes for tensor in tensors.values())))
-    contenders = all_contenders(run, tensors, directory)
+    ours = capture(live, random_streams(None), Registered({})).tensors
+    whole = state_of(live, ours)
+    results = Results(state_bytes=_total(sum(tensor.nbytes for tensor in ours.values())))
+    contenders = all_contenders(run, whole, directory)
     results.settings = {each.name: each.settings for each in contenders}
     run.train_step(0)  # memory for copies is made ready behind a step, as in a training run
     own_bytes = _measure_first(contenders, directory, results)
     results.file_bytes = _total(own_bytes)
-    raw = directory / f"raw{dist.get_rank()}"
-    for number in range(rounds):
-        _measure_limits(results, tensors, raw, own_bytes)
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            _one_round(contender, directory, results)
-    _measure_steps(run, contenders, directory, results)
+    raw = directory / "raw" / f"{dist.get_rank()}"
+    raw.parent.mkdir(exist_ok=True)
+    copies = {"copy": limits.copy_limit(ours), "copy of all": limits.copy_limit(whole)}
+    turns: list[Contender | None] = [None, *contenders]  # None: the limits
+    order = random.Random(0)  # the same on every rank
+    for _ in range(rounds):
+        # What one leaves behind (a disk that is still busy, pages that a fork has made read-only) is not always borne
+        # by the same one.
+        order.shuffle(turns)
+        for turn in turns:
+            if turn is None:
+                _measure_limits(results, copies, raw, own_bytes)
+            else:
+                _one_round(turn, directory, results)
+    with _plain_torch():
+        _measure_steps(contenders, directory, results)
     return vars(results)
 
 
@@ -97,20 +112,16 @@ def _measure_first(contenders: list[Contender], directory: Path, results: Result
     return own_bytes
 
 
-def _measure_limits(results: Results, tensors: Any, raw: Path, size: int) -> None:
-    copy = limits.copy_limit(tensors)
-    copy()
-    results.add("limits", "copy", timed(copy))
+def _measure_limits(results: Results, copies: Mapping[str, Callable[[], None]], raw: Path, size: int) -> None:
+    with _plain_torch():
+        for name, copy in copies.items():
+            results.add("limits", name, timed(copy))
+            results.add("limits", f"{name}, again", timed(copy))
     results.add("limits", "write", timed(limits.write_limit(raw, size)))
     for threads in (1, 2):
-        drop_from_cache_of(raw)
+        drop_from_cache(raw.parent)
         results.add("limits", f"read cold, {threads} threads", timed(limits.read_limit(raw, threads=threads)))
     raw.unlink()
-
-
-def drop_from_cache_of(raw: Path) -> None:
-    """Only files `raw*` lie beside contenders' directories, which are empty at that time."""
-    drop_from_cache(raw.parent)
 
 
 def _one_round(contender: Contender, directory: Path, results: Results) -> None:
@@ -151,12 +162,18 @@ def _attempt(contender: Contender, what: str, results: Results, function: Callab
     if key in results.failures:
         return None
     try:
-        return function()
+        with contextlib.nullcontext() if contender.needs_stand_in else _plain_torch():
+            return function()
     except Exception as error:
         if contender.ours:
             raise
         results.failures[key] = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
         return None
+
+
+def _plain_torch() -> AbstractContextManager[None]:
+    """Without the stand-in that redirects every call of torch to the CPU: machines with accelerators have none."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
 def _remove(contender: Contender, path: Path) -> None:
@@ -166,20 +183,47 @@ def _remove(contender: Contender, path: Path) -> None:
     dist.barrier()
 
 
-def _measure_steps(run: Run, contenders: list[Contender], directory: Path, results: Results) -> None:
-    """How long training steps take while a save is being written, and while none is."""
-    for _ in range(2):
-        for _ in range(STEPS_DURING):
-            results.add("step", "no save", timed(lambda: run.train_step(0)))
+def _measure_steps(contenders: list[Contender], directory: Path, results: Results) -> None:
+    """How long training steps take while a save is being written, and while none is; and what a save costs training
+    altogether, waiting included."""
+    step = _training_step()
+    for _ in range(STEPS_DURING):
+        step()
+    for _ in range(STEP_ROUNDS):
+        alone = [timed(step) for _ in range(STEPS_DURING)]
         for contender in (each for each in contenders if each.asynchronous):
             path = directory / contender.name.replace(" ", "-")
+            dist.barrier()
+            started = time.perf_counter()
             saving = _attempt(contender, "save", results, lambda c=contender, p=path: c.save(p))  # type: ignore[misc]
             if saving is None:
                 continue
-            for _ in range(STEPS_DURING):
-                unfinished = _total(int(not saving.done()))
-                if not unfinished:
-                    break
-                results.add("step", contender.name, timed(lambda: run.train_step(0)))
+            cost, during = slowest(time.perf_counter() - started), []
+            while _total(int(not saving.done())):
+                during.append(timed(step))
             saving.wait()
+            for seconds in during:
+                results.add("step", contender.name, seconds)
+            results.add("lost to a save", contender.name, cost + sum(during) - len(during) * statistics.median(alone))
             _remove(contender, path)
+        for seconds in alone:
+            results.add("step", "no save", seconds)
+
+
+def _training_step() -> Callable[[], None]:
+    """A step in fp32, its gradients reduced over all ranks: one of the model above, in bf16 on a CPU, would outlast a
+    save."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)])
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(128, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        gradients = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+        dist.all_reduce(gradients)
+        optimizer.step()
+        sum(range(100_000))  # the Python of a training loop, which holds the interpreter's lock
+
+    return step

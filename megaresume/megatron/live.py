@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,24 +59,29 @@ def rank_facts(chunks: Sequence[torch.nn.Module], live: Live) -> dict[str, Any]:
     modules = [unwrap(chunk) for chunk in chunks]
     config = getattr(modules[0], "config", None)
     embedding = next((p for n, p in live.parameters.items() if n.endswith("word_embeddings.weight")), None)
-    trainable = sorted(name for name, parameter in live.parameters.items() if parameter.trainable)
     return {
         "hidden_size": getattr(config, "hidden_size", None),
         "num_layers": getattr(config, "num_layers", None),
         "layers": [len(getattr(getattr(module, "decoder", None), "layers", ())) for module in modules],
         "padded_vocab_size": None if embedding is None else embedding.global_shape[0],
         "params_dtype": sorted({str(p.tensor.dtype).removeprefix("torch.") for p in live.parameters.values()}),
-        "trainable": hashlib.sha256("\n".join(trainable).encode()).hexdigest()[:16],
+        "trainable": _digest(trainable_names(live)),
         "optimizers": [optimizer.kind for optimizer in live.optimizers],
     }
 
 
-def model_facts(answers: Sequence[dict[str, Any]], stages: Sequence[int]) -> dict[str, Any]:
-    """One set of facts for the run from every rank's `rank_facts`; `stages[i]` is the pipeline stage of rank i.
-    Pure."""
+def trainable_names(live: Live) -> list[str]:
+    """The global names of this rank's parameters that are trained."""
+    return sorted(name for name, parameter in live.parameters.items() if parameter.trainable)
+
+
+def model_facts(
+    answers: Sequence[dict[str, Any]], stages: Sequence[int], trainable: Iterable[Sequence[str]]
+) -> dict[str, Any]:
+    """One set of facts for the run from every rank's `rank_facts`; `stages[i]` is the pipeline stage of rank i, and
+    `trainable` are the names of all ranks, or of one of those whose digests are equal. Pure."""
     first_of_stage = dict(reversed(list(zip(stages, answers, strict=True))))
     layers = [first_of_stage[stage]["layers"] for stage in sorted(first_of_stage)]
-    digest = hashlib.sha256("".join(answer["trainable"] for answer in answers).encode()).hexdigest()[:16]
     return {
         "hidden_size": answers[0]["hidden_size"],
         "num_layers": answers[0]["num_layers"],
@@ -86,8 +91,13 @@ def model_facts(answers: Sequence[dict[str, Any]], stages: Sequence[int]) -> dic
             (a["padded_vocab_size"] for a in answers if a["padded_vocab_size"] is not None), None
         ),
         "params_dtype": "+".join(sorted({dtype for answer in answers for dtype in answer["params_dtype"]})),
-        "trainable": digest,
+        # Of all names together, so that it is the same however the model is split over ranks.
+        "trainable": _digest({name for names in trainable for name in names}),
     }
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
 
 
 @functools.cache  # looked for in the file system, at every save

@@ -16,9 +16,6 @@ import torch.distributed as dist
 from megaresume.state.description import Live, Parameter, ReplicaGroup
 from megaresume.state.tensors import byte_view
 
-# Bound on the extra memory that completing replicas may take on one rank: the gathered pieces of one round.
-_ROUND_BYTES = 64 * 2**20
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -127,7 +124,7 @@ def model_mismatches(index: Mapping[str, Any], live: Live) -> list[str]:
 def complete_replicas(live: Live) -> None:
     """Give every rank the pieces its replicas loaded. Collective over each replica group; call it on all ranks or none.
 
-    Bytes move in rounds of bounded size, so the extra memory does not grow with the model.
+    Every rank broadcasts what it loaded, from and into the parameters themselves: no memory is needed.
     """
     for replica in sorted(live.replicas):
         group = live.replicas[replica]
@@ -136,33 +133,20 @@ def complete_replicas(live: Live) -> None:
 
 
 def _exchange(live: Live, group: ReplicaGroup, runs: list[list[Piece]]) -> None:
-    views = [[byte_view(live.parameters[p.parameter].tensor.view(-1)[p.start : p.end]) for p in run] for run in runs]
-    lengths = [sum(view.numel() for view in run) for run in views]
-    device = next(iter(live.parameters.values())).tensor.device
-    step = max(1, _ROUND_BYTES // group.size)
-    for begin in range(0, max(lengths), step):
-        width = min(step, max(lengths) - begin)
-        mine = torch.zeros(width, dtype=torch.uint8, device=device)
-        _copy_window(views[group.rank], begin, mine, into_window=True)
-        gathered = [torch.empty_like(mine) for _ in range(group.size)]
-        dist.all_gather(gathered, mine, group=group.process_group)
-        for rank, window in enumerate(gathered):
-            if rank != group.rank:
-                _copy_window(views[rank], begin, window, into_window=False)
-
-
-def _copy_window(views: list[torch.Tensor], begin: int, window: torch.Tensor, *, into_window: bool) -> None:
-    """Copy bytes `[begin, begin + len(window))` of the concatenation of `views` to or from `window`."""
-    offset = 0
-    for view in views:
-        first, last = max(offset, begin), min(offset + view.numel(), begin + window.numel())
-        if first < last:
-            live_part, window_part = view[first - offset : last - offset], window[first - begin : last - begin]
-            if into_window:
-                window_part.copy_(live_part)
-            else:
-                live_part.copy_(window_part)
-        offset += view.numel()
+    sources = dist.get_process_group_ranks(group.process_group)
+    under_way = [
+        dist.broadcast(
+            byte_view(live.parameters[piece.parameter].tensor.view(-1)[piece.start : piece.end]),
+            src=source,
+            group=group.process_group,
+            async_op=True,
+        )
+        for source, run in zip(sources, runs, strict=True)
+        for piece in run
+        if piece.start < piece.end
+    ]
+    for work in under_way:
+        work.wait()
 
 
 def piece_name(piece: Piece) -> str:

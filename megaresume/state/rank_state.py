@@ -111,9 +111,9 @@ def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Regist
 class RestorePlan:
     """Where every stored tensor goes. `destinations` are live tensors, or fresh ones that `install` puts in place.
 
-    `rounded` maps a master in the file to the weights that were not stored and take its rounded values, and the element
-    of it that they begin at; the master itself may have no destination. `elsewhere` are the tensors that lie in files
-    of earlier checkpoints: by (step, attempt, file), each tensor's name there and its destination.
+    `rounded` maps a master in the file to the weights that take its rounded values where the master itself is not
+    restored, and the element of it that they begin at. `elsewhere` are the tensors that lie in files of earlier
+    checkpoints: by (step, attempt, file), each tensor's name there and its destination.
     """
 
     live: Live
@@ -126,10 +126,16 @@ class RestorePlan:
     _optimizers: OptimizerPlan | None = None
     _registered: tuple[Registered, Mapping[str, Any]] | None = None
     _rng: RngPlan | None = None
+    _derived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Share the model pieces that each rank now has, when all destinations are filled. Collective over the replica
-        groups."""
+        """Round the weights that were not stored from their masters, and share the model pieces that each rank now has,
+        when all destinations are filled.
+
+        Collective over the replica groups.
+        """
+        for weight, master in self._derived:
+            weight.copy_(master)
         complete_replicas(self.live)
 
     def install(self) -> None:
@@ -276,7 +282,11 @@ def _plan_unstored(plan: RestorePlan, listed: Mapping[str, Any], name: str, piec
         plan.elsewhere[key][place["tensor"]] = slice_of(plan.live.parameters[piece.parameter], piece.start, piece.end)
         return
     master, begin = entry["from"], piece.start - listed[entry["from"]]["range"][0]
-    plan.rounded.setdefault(master, []).append((weight, begin))
+    restored = plan.destinations.get(master)
+    if restored is None:
+        plan.rounded.setdefault(master, []).append((weight, begin))
+    else:
+        plan._derived.append((weight, restored.view(-1)[begin : begin + weight.numel()]))
 
 
 def _refuse(problems: list[str]) -> None:

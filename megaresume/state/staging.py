@@ -38,6 +38,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copies: dict[str, torch.Tensor] = {}
+        self._forms: list[tuple[str, torch.dtype, torch.Size]] = []
         self._preparation: threading.Thread | None = None
         self._preparing = 0
         self._stream: torch.cuda.Stream | None = None
@@ -68,20 +70,27 @@ class Staging:
         size, pinned = _size(tensors.values()), _on_accelerator(tensors.values())
         if self._memory.numel() < size:
             started = time.monotonic()
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._memory, self._copies, self._forms = torch.empty(0, dtype=torch.uint8), {}, []  # given back first
             self._memory = _reserve(size, pinned=pinned)
             logger.info("%.3f GB of memory for copies of the state, in %.2f s", size / 1e9, time.monotonic() - started)
-        copies: dict[str, torch.Tensor] = {}
-        begin = 0
-        for name, tensor in tensors.items():
-            end = begin + tensor.nbytes
-            copies[name] = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
-            begin = _aligned(end)
+        copies = self._room_for(tensors)
         if pinned:
             return Staged(copies, self._copy_from_accelerator(tensors, copies, settled))
-        for name, tensor in tensors.items():
-            copies[name].copy_(tensor.detach())
+        with torch.no_grad():
+            torch._foreach_copy_(list(copies.values()), list(tensors.values()))
         return Staged(copies, lambda: None)
+
+    def _room_for(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of the same form in the memory; those of the save before, where all are the same again."""
+        forms = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if forms != self._forms:
+            self._copies, begin = {}, 0
+            for name, tensor in tensors.items():
+                end = begin + tensor.nbytes
+                self._copies[name] = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+                begin = _aligned(end)
+            self._forms = forms
+        return self._copies
 
     def fence(self, *_: object) -> None:
         """Let the work that is queued from now on wait for the copies under way; call it before an optimizer's step.

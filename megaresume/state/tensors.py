@@ -5,20 +5,14 @@ Knows torch and the byte layout, nothing of models, optimizers or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megaresume.errors import FormatError, UnsupportedError
-from megaresume.store.shard import Filled, Sink, Target
 
 HOST = torch.device("cpu")
-
-# Torch's own threads take part in an operation on more elements than these (ATen's GRAIN_SIZE). Threads of ours that
-# work beside the training do without them: each would start a team of its own, whose members wait by spinning.
-SERIAL_ELEMENTS = 1 << 15
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -96,26 +90,19 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(byte_view(host).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 
 
-# Flat weights that take the rounded values of a master's elements, and the element of it that each begins at.
-RoundedInto: TypeAlias = Sequence[tuple[torch.Tensor, int]]
-
-
 def targets_for(
-    destinations: Mapping[str, torch.Tensor], rounded: Mapping[str, RoundedInto] = MappingProxyType({})
-) -> dict[str, Target]:
-    """What `stream_tensors` fills the contiguous `destinations` through: their own bytes where they lie on the host,
-    else a sink. `rounded` says by the name of a master, which need not be among them, what takes its rounded values."""
-    targets: dict[str, Target] = {}
-    for name in destinations.keys() | rounded.keys():
-        tensor, weights = destinations.get(name), rounded.get(name, ())
-        if tensor is None:
-            targets[name] = sink_rounding_into(weights)
-        elif tensor.device != HOST:
-            targets[name] = sink_into(tensor, weights)
-        else:
-            memory = memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
-            targets[name] = Filled(memory, sink_rounding_into(weights)) if weights else memory
-    return targets
+    destinations: Mapping[str, torch.Tensor],
+) -> dict[str, memoryview | Callable[[int, memoryview], None]]:
+    """`target_for` each of them."""
+    return {name: target_for(tensor) for name, tensor in destinations.items()}
+
+
+def target_for(tensor: torch.Tensor) -> memoryview | Callable[[int, memoryview], None]:
+    """What `stream_tensors` fills a contiguous `tensor` through: its own bytes where it lies on the host, else a
+    sink."""
+    if tensor.device == HOST:
+        return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+    return sink_into(tensor)
 
 
 def page_locked_chunk(destinations: Iterable[torch.Tensor], size: int) -> memoryview | None:
@@ -125,37 +112,29 @@ def page_locked_chunk(destinations: Iterable[torch.Tensor], size: int) -> memory
     return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
 
-def sink_rounding_into(weights: RoundedInto) -> Sink:
-    """A function (byte offset, bytes of an F32 tensor) that puts the rounded numbers into `weights`, on any device. The
-    bytes must be whole numbers, as those of an aligned tensor in whole chunks are; FormatError otherwise."""
+def sink_rounding_into(weights: Sequence[tuple[torch.Tensor, int]]) -> Callable[[int, memoryview], None]:
+    """A function (byte offset, bytes of an F32 tensor) that puts the rounded numbers into each of `weights` (flat, on
+    any device), which begins at that element of the tensor. The bytes must be whole numbers, as those of an aligned
+    tensor in whole chunks are; FormatError otherwise."""
 
     def sink(offset: int, data: memoryview) -> None:
-        _round_into(weights, offset, torch.frombuffer(data, dtype=torch.uint8))
+        if offset % 4 or len(data) % 4:
+            raise FormatError("a master that weights are rounded from does not lie at a multiple of its element's size")
+        first, full = offset // 4, torch.frombuffer(data, dtype=torch.float32)
+        for weight, begin in weights:
+            low, high = max(first, begin), min(first + full.numel(), begin + weight.numel())
+            if low < high:
+                weight[low - begin : high - begin].copy_(full[low - first : high - first])
 
     return sink
 
 
-def sink_into(tensor: torch.Tensor, weights: RoundedInto = ()) -> Sink:
-    """A function (byte offset, bytes) that copies the bytes into `tensor`'s memory, on whatever device it lives, and
-    rounds them into `weights` from there."""
+def sink_into(tensor: torch.Tensor) -> Callable[[int, memoryview], None]:
+    """A function (byte offset, bytes) that copies the bytes into `tensor`'s memory, on whatever device it lives."""
     target = byte_view(tensor)
 
     def sink(offset: int, data: memoryview) -> None:
-        part = target[offset : offset + len(data)]
-        part.copy_(torch.frombuffer(data, dtype=torch.uint8))
-        if weights:
-            _round_into(weights, offset, part)
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        target[offset : offset + len(data)].copy_(source)
 
     return sink
-
-
-def _round_into(weights: RoundedInto, offset: int, data: torch.Tensor) -> None:
-    if offset % 4 or data.numel() % 4:
-        raise FormatError("a master that weights are rounded from does not lie at a multiple of its element's size")
-    first, full = offset // 4, data.view(torch.float32)
-    step = SERIAL_ELEMENTS if data.device == HOST else full.numel()
-    for weight, begin in weights:
-        low, high = max(first, begin), min(first + full.numel(), begin + weight.numel())
-        for start in range(low, high, step):
-            stop = min(start + step, high)
-            weight[start - begin : stop - begin].copy_(full[start - first : stop - first])

@@ -38,7 +38,6 @@ __all__ = [
     "CHUNK_BYTES",
     "DTYPE_BYTES",
     "Entry",
-    "Filled",
     "ShardHeader",
     "ShardIdentity",
     "ShardRecord",
@@ -53,27 +52,16 @@ __all__ = [
 ]
 
 # Read or written by one system call: few calls, yet what was just hashed or read is still in the processor's cache.
-_BATCH_BYTES = 4 * CHUNK_BYTES
+_BATCH_BYTES = 2 * CHUNK_BYTES
 
-_WRITE_BACK_BYTES = 8 * _BATCH_BYTES
+_WRITE_BACK_BYTES = 16 * _BATCH_BYTES
 _READERS = 2  # threads; more do not make memory or one disk faster
 
 # Takes (byte offset inside the tensor, bytes): in order, several times for a large tensor, never for one without bytes.
 # The bytes are only valid during the call.
 Sink: TypeAlias = Callable[[int, memoryview], None]
-
-
-@dataclass(frozen=True)
-class Filled:
-    """`memory` (a tensor's bytes, flat, writable) to read into; `then` is told of each part that is there and checked,
-    in any order and by any thread, while the part is still in that processor's cache."""
-
-    memory: memoryview
-    then: Sink
-
-
 # Where a tensor is read to: all of its bytes in memory (flat, writable), or a sink.
-Target: TypeAlias = memoryview | Filled | Sink
+Target: TypeAlias = memoryview | Sink
 
 
 @dataclass(frozen=True)
@@ -264,7 +252,7 @@ def stream_tensors(
     verify: bool = True,
     scratch: memoryview | None = None,
 ) -> None:
-    """Read the tensors named in `targets`: into a tensor's own memory directly, to a sink in file order.
+    """Read the tensors named in `targets`: into a writable view of a tensor's bytes directly, to a sink in file order.
 
     Chunks in which no target has a part are not read. With `verify` each chunk is checked, before any of it is handed
     to a sink; a view may hold bad bytes by the time that this raises. `scratch` (bytes, at least one chunk) is used for
@@ -280,8 +268,7 @@ def stream_tensors(
         )
     for name, target in targets.items():
         span = header.tensors[name]
-        memory, _ = _memory_and_sink(target)
-        assert memory is None or memory.nbytes == span.end - span.begin, name
+        assert not isinstance(target, memoryview) or target.nbytes == span.end - span.begin, name
     wanted = [span for span in header.tensors.values() if span.name in targets and span.begin < span.end]
     _read_runs(path, header, _chunk_runs(wanted), targets, verify=verify, scratch=scratch)
 
@@ -353,7 +340,7 @@ def _read_runs(
     with fs.open_for_reading(path) as (descriptor, found):
         if found != header.size:
             raise CheckpointDamagedError(f"{path}: changed meanwhile: expected {header.size} bytes, found {found}.")
-        if scratch is not None or any(callable(target) for target in targets.values()):
+        if scratch is not None or any(not isinstance(target, memoryview) for target in targets.values()):
             # A sink is promised its bytes in order.
             read(descriptor, scratch if scratch is not None else memoryview(bytearray(min(size, data_bytes))))
         else:
@@ -373,19 +360,14 @@ def _cut(
     while spans[position].end <= begin:
         position += 1
     while position < len(spans) and spans[position].begin < end:
-        span = spans[position]
-        memory, sink = _memory_and_sink(targets.get(span.name))
+        span, target = spans[position], targets.get(spans[position].name)
         low, high = max(span.begin, begin), min(span.end, end)
-        part = room[low - begin : high - begin] if memory is None else memory[low - span.begin : high - span.begin]
-        pieces.append(_Piece(part, sink, low - span.begin))
+        if isinstance(target, memoryview):
+            pieces.append(_Piece(target[low - span.begin : high - span.begin], None, low - span.begin))
+        else:
+            pieces.append(_Piece(room[low - begin : high - begin], target, low - span.begin))
         position += 1
     return pieces
-
-
-def _memory_and_sink(target: Target | None) -> tuple[memoryview | None, Sink | None]:
-    if isinstance(target, memoryview):
-        return target, None
-    return (target.memory, target.then) if isinstance(target, Filled) else (None, target)
 
 
 def _in_threads(count: int, work: Callable[[], None]) -> None:

@@ -97,7 +97,9 @@ def write_and_read(tmp_path: Path, economy: Economy, live: Live, **options: bool
     write_shard(path, economy.entries, identity=IDENTITY, index=economy.index)
     header = read_header(path)
     plan = plan_restore(header.index, header.tensors, live, None, Registered({}), **options)
-    stream_tensors(path, header, targets_for(plan.destinations, plan.rounded))
+    targets: dict[str, Any] = targets_for(plan.destinations)
+    targets |= {master: sink_rounding_into(weights) for master, weights in plan.rounded.items()}
+    stream_tensors(path, header, targets)
     plan.complete()
     plan.install()
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,26 +105,24 @@ def test_a_file_of_another_split_is_refused_and_says_what_differs() -> None:
 
 
 class Threads:
-    """Ranks as threads: an all-gather that hands each one's tensor to all."""
+    """Ranks as threads, numbered from 10: a broadcast that is done when it is waited for."""
 
     def __init__(self, size: int) -> None:
         self.mine = threading.local()
         self._barrier = threading.Barrier(size, timeout=30)
         self._given: list[Any] = [None] * size
-        self.calls = 0
-        self.bytes = 0
+        self.ranks = [10 + rank for rank in range(size)]
 
-    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
-        assert group is self
-        rank = self.mine.rank
-        self._given[rank] = tensor
-        self._barrier.wait()
-        for into, given_by_rank in zip(gathered, self._given, strict=True):
-            into.copy_(given_by_rank)
-        if rank == 0:
-            self.calls += 1
-            self.bytes = max(self.bytes, sum(each.numel() for each in gathered))
-        self._barrier.wait()
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Any, async_op: bool) -> Any:
+        assert group is self and async_op
+
+        def wait() -> None:
+            self._given[self.mine.rank] = tensor
+            self._barrier.wait()
+            tensor.copy_(self._given[self.ranks.index(src)].clone())
+            self._barrier.wait()
+
+        return SimpleNamespace(wait=wait)
 
     def run(self, function: Callable[[int], None]) -> None:
         errors: list[BaseException] = []
@@ -144,12 +143,11 @@ class Threads:
         assert not errors, errors
 
 
-@pytest.mark.parametrize("round_bytes", [64 * 2**20, 96, 1])
-def test_replicas_complete_each_other_in_rounds_of_bounded_size(round_bytes: int, monkeypatch) -> None:
+def test_replicas_complete_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 3
     model, ranks = mixed(0), Threads(size)
-    monkeypatch.setattr(model_state, "_ROUND_BYTES", round_bytes)
-    monkeypatch.setattr(model_state.dist, "all_gather", ranks.all_gather)
+    monkeypatch.setattr(model_state.dist, "broadcast", ranks.broadcast)
+    monkeypatch.setattr(model_state.dist, "get_process_group_ranks", lambda group: group.ranks)
     others = [mixed(rank + 1) for rank in range(size)]
     lives = [as_rank(describe([other], None), rank, size, ranks) for rank, other in enumerate(others)]
     for shard, live in zip(shards(model, size), lives, strict=True):
@@ -157,5 +155,3 @@ def test_replicas_complete_each_other_in_rounds_of_bounded_size(round_bytes: int
     ranks.run(lambda rank: model_state.complete_replicas(lives[rank]))
     for other in others:
         assert frozen(other.state_dict()) == frozen(model.state_dict())
-    assert ranks.bytes <= max(round_bytes, size)
-    assert (ranks.calls == 1) == (round_bytes > 1000)
