@@ -89,13 +89,12 @@ def claim_attempt(
     temporary = fs.temporary_name(directory / "claim")
     try:
         for _ in range(MAX_LOST_RACES):
+            # One look, for number and root id together: a first start that appears between two looks would give a
+            # second one its number and a root id of its own.
             earlier = read_attempts(root)
+            newest = earlier[-1].attempt if earlier else _newest_committed_attempt(root)
             attempt = Attempt(
-                attempt=1
-                + max(
-                    newest_attempt_number(root) or _newest_committed_attempt(root),
-                    resumed_from[0] if resumed_from else 0,
-                ),
+                attempt=1 + max(newest, resumed_from[0] if resumed_from else 0),
                 start_step=start_step,
                 resumed_from=resumed_from,
                 host=socket.gethostname(),

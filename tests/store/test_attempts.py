@@ -60,6 +60,22 @@ def test_starts_at_the_same_moment_get_different_numbers_and_one_root_id(tmp_pat
     assert not [name for name in os.listdir(tmp_path / "attempts") if name.endswith(".tmp")]
 
 
+def test_a_first_start_that_appears_while_another_looks_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is listed later, number and root id come from one look."""
+    real, others = os.listdir, []
+
+    def listdir(path: Any) -> list[str]:
+        found = real(path)
+        if Path(path) == tmp_path / "attempts" and not others:
+            others.append(None)
+            others[0] = claim(tmp_path)
+        return found
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    second = claim(tmp_path)
+    assert (others[0].attempt, second.attempt) == (1, 2) and others[0].root_id == second.root_id
+
+
 def test_a_link_that_succeeded_but_is_reported_as_existing_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
