@@ -15,17 +15,23 @@ from megaresume.store import fs
 _BLOCK = 4 << 20
 
 
-def copy_limit(tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    """One copy of this rank's tensors into memory that is there already, in large pages. Kept from round to round,
-    as a saver's buffers are: memory that nobody touched for a while may be slower to copy to."""
+def copy_limits(*groups: Mapping[str, torch.Tensor]) -> list[Callable[[], None]]:
+    """For each group of this rank's tensors one copy of it into memory that is there already, in large pages.
+
+    The memory is the same for all and kept from round to round, as a saver's buffers are: what nobody touched for a
+    while may be slower to copy to.
+    """
     from megaresume.state.staging import _reserve
 
-    room = _reserve(sum(tensor.nbytes + 8 for tensor in tensors.values()), pinned=False)
+    room = _reserve(max(sum(tensor.nbytes + 8 for tensor in group.values()) for group in groups), pinned=False)
+    return [_copy_into(room, [tensor.detach() for tensor in group.values()]) for group in groups]
+
+
+def _copy_into(room: torch.Tensor, sources: list[torch.Tensor]) -> Callable[[], None]:
     views, begin = [], 0
-    for tensor in tensors.values():
+    for tensor in sources:
         views.append(room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         begin += -(-tensor.nbytes // 8) * 8
-    sources = [tensor.detach() for tensor in tensors.values()]
     return lambda: torch._foreach_copy_(views, sources)
 
 

@@ -40,12 +40,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 def limits_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Seconds that the machine itself needs, by row. Blocking: one copy into memory that was idle since the last round,
-    as buffers are; loading: one copy of all that a rank has, again. Reading cold: the better of one and two threads."""
+    as buffers are; loading: one copy of all that a rank has, right after it. Reading cold: the better of one and two
+    threads."""
     found = {name: median(values) for name, values in result["rows"]["limits"].items()}
     return {
         "blocking": found["copy"],
         "durable": found["write"],
-        "load warm": found["copy of all, again"],
+        "load warm": found["copy of all"],
         "load cold": min(found["read cold, 1 threads"], found["read cold, 2 threads"]),
     }
 

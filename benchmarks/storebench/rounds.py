@@ -65,7 +65,7 @@ def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
     results.file_bytes = _total(own_bytes)
     raw = directory / "raw" / f"{dist.get_rank()}"
     raw.parent.mkdir(exist_ok=True)
-    copies = {"copy": limits.copy_limit(ours), "copy of all": limits.copy_limit(whole)}
+    copies = dict(zip(("copy", "copy of all"), limits.copy_limits(ours, whole), strict=True))
     turns: list[Contender | None] = [None, *contenders]  # None: the limits
     order = random.Random(0)  # the same on every rank
     for _ in range(rounds):
@@ -114,9 +114,8 @@ def _measure_first(contenders: list[Contender], directory: Path, results: Result
 
 def _measure_limits(results: Results, copies: Mapping[str, Callable[[], None]], raw: Path, size: int) -> None:
     with _plain_torch():
-        for name, copy in copies.items():
+        for name, copy in copies.items():  # the first into idle memory
             results.add("limits", name, timed(copy))
-            results.add("limits", f"{name}, again", timed(copy))
     results.add("limits", "write", timed(limits.write_limit(raw, size)))
     for threads in (1, 2):
         drop_from_cache(raw.parent)
@@ -140,21 +139,29 @@ def _one_round(contender: Contender, directory: Path, results: Results) -> None:
     if times is not None:
         results.add("blocking", contender.name, times[0])
         results.add("durable", contender.name, times[1])
-        load = contender.load
-        if load is not None:
-            peak: list[int] = []
-
-            def warm() -> float:
-                with memory_peak(peak):
-                    return timed(lambda: load(path))
-
-            seconds = _attempt(contender, "load", results, warm)
-            if seconds is not None:
-                results.add("load warm", contender.name, seconds)
-                results.add("memory of a load", contender.name, slowest(peak[0]))
-                drop_from_cache(contender.where(path))
-                results.add("load cold", contender.name, timed(lambda: load(path)))
+        if contender.load is not None:
+            _load_rounds(contender, contender.load, path, results)
     _remove(contender, path)
+
+
+def _load_rounds(contender: Contender, load: Callable[[Path], None], path: Path, results: Results) -> None:
+    def load_it() -> float | None:
+        return _attempt(contender, "load", results, lambda: timed(lambda: load(path)))
+
+    warm = load_it()
+    if warm is None:
+        return
+    results.add("load warm", contender.name, warm)
+    drop_from_cache(contender.where(path))
+    cold = load_it()
+    if cold is None:
+        return
+    results.add("load cold", contender.name, cold)
+    if contender.name not in results.rows.get("memory of a load", {}):
+        peak: list[int] = []
+        with memory_peak(peak):  # which takes time itself
+            load_it()
+        results.add("memory of a load", contender.name, slowest(peak[0]))
 
 
 def _attempt(contender: Contender, what: str, results: Results, function: Callable[[], Any]) -> Any | None:
