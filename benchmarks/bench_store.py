@@ -89,7 +89,10 @@ def _rank(rank: int, world: int, port: int, layers: int, rounds: int, scratch: s
         Path(scratch, "result.json").write_text(json.dumps(result), "utf-8")
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # a peer's helper processes and threads are not all willing to end
+    # A peer's helper processes and threads are not all willing to end.
+    for helper in torch.multiprocessing.active_children():
+        helper.kill()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def main() -> None:
     torch.frombuffer(memory.buf, dtype=torch.uint8)[:SIZE] = 1
     begin, done = context.Event(), context.Event()
     arguments = (memory.name, directory / "process.bin", begin, done)
-    context.Process(target=write_on_call, args=arguments, daemon=True).start()
+    writing = context.Process(target=write_on_call, args=arguments, daemon=True)
+    writing.start()
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(24)])
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(128, 512)
@@ -80,9 +81,10 @@ def main() -> None:
     for name, seconds in steps.items():
         middle, mean = statistics.median(seconds), statistics.mean(seconds)
         print(f"{name:8s} {len(seconds):4d} steps, median {middle * 1e3:.1f} ms, mean {mean * 1e3:.1f} ms")
+    writing.kill()  # it waits for its next call
     memory.unlink()
     sys.stdout.flush()
-    os._exit(0)  # the process waits for its next call
+    os._exit(0)  # views of the memory are still about
 
 
 if __name__ == "__main__":
