@@ -344,4 +344,5 @@ def test_t01_t02_another_topology(
     per_rank = ranks.run(all_refused, current, [(root, {}, {})], world_size=current.world_size)
     text = assert_refused([each[0] for each in per_rank], named.TopologyMismatchError, "step-00000000", *needles)
     assert "what to do" in text.lower(), "the table does not say the way out"
+    assert "another run or model" not in text, "the model is the same, however it is split"
     assert tree(root) == before

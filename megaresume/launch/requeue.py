@@ -96,7 +96,8 @@ def requeue(launch: Launch, *, environment: Mapping[str, str], limit: int, way: 
 
 
 def _say(launch: Launch, decision: Decision, code: int) -> int:
-    logger.info("%s: %s. Exit code %d", "queued again" if decision.requeue else "NOT queued again", decision.why, code)
+    verdict = "queued again" if decision.requeue else "NOT queued again"
+    logger.info("%s: %s. Exit code %d", verdict, decision.why.rstrip("."), code)
     try:
         launch.write_requeue(requeued=decision.requeue, why=decision.why, time=time.time())
     except OSError as error:

@@ -83,7 +83,8 @@ def supervise(plan: Plan, environment: Mapping[str, str] = os.environ) -> int:
             end = _Supervisor(plan, launch, private, environment).run()
         finally:
             shutil.rmtree(private, ignore_errors=True)
-    logger.info("%s: %s. Exit code %d", end.outcome, end.reason or "all trained", EXIT_CODES[end.outcome])
+    reason = (end.reason or "all trained").rstrip(".")
+    logger.info("%s: %s. Exit code %d", end.outcome, reason, EXIT_CODES[end.outcome])
     return EXIT_CODES[end.outcome]
 
 

@@ -54,6 +54,14 @@ def test_the_memory_is_as_large_as_the_state_and_kept() -> None:
     assert staging.size == held
 
 
+def test_tensors_of_another_form_under_the_same_names_get_copies_of_that_form() -> None:
+    staging = Staging()
+    for live in ({"a": torch.zeros(8), "b": torch.ones(4)}, {"a": torch.ones(2, 3), "b": torch.arange(3).short()}):
+        copies = staging.copy(live, settled=lambda _: False).copies
+        for name, tensor in live.items():
+            assert copies[name].dtype == tensor.dtype and torch.equal(copies[name], tensor)
+
+
 def test_memory_made_ready_is_used_and_a_larger_state_still_fits() -> None:
     staging = Staging()
     staging.prepare(list(tensors().values()))
