@@ -36,19 +36,19 @@ from megaresume.state.scheduler import (
     scheduler_differences,
     scheduler_mismatches,
 )
-from megaresume.state.tensors import page_locked_chunk, sink_rounding_into, targets_for
+from megaresume.state.tensors import room_beside, target_for
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
 from megaresume.store.control import ControlPlane
 from megaresume.store.manifest import Manifest, Reference, parse_manifest, read_trainer_state
 from megaresume.store.references import Source, locate
 from megaresume.store.shard import (
-    CHUNK_BYTES,
     ShardHeader,
     ShardIdentity,
     ShardRecord,
     Target,
     check_identity,
+    read_ahead,
     read_header,
     stream_tensors,
     verify_shard,
@@ -227,6 +227,8 @@ def _check_own_files(path: Path, place: Place, objects: RunObjects, options: Opt
     check_identity(header, ShardIdentity(manifest.root_id, manifest.attempt, manifest.step, place.stem), shard)
     if options.verify == "first":
         verify_shard(shard, header)
+    else:
+        read_ahead(shard, header)
     source = path / layout.TRAINER_STATE
     state = _FRESH if options.weights_only else _read_state(path, manifest)
     keep_run = options.override_opt_param_scheduler
@@ -274,13 +276,9 @@ def _find_elsewhere(path: Path, manifest: Manifest, plan: RestorePlan, *, verify
         check_identity(header, ShardIdentity(manifest.root_id, reference.attempt, reference.step, coordinate), shard)
         check_form(destinations, header.tensors)
         if verify_first:
-            stream_tensors(shard, header, dict.fromkeys(destinations, _into_nothing))
+            stream_tensors(shard, header, dict.fromkeys(destinations, Target()))
         found.append(_Elsewhere(header, shard, destinations))
     return tuple(found)
-
-
-def _into_nothing(offset: int, data: memoryview) -> None:
-    pass
 
 
 def _frozen_in(prepared: _Prepared) -> dict[str, Source]:
@@ -321,14 +319,11 @@ def _overwrite(prepared: _Prepared, control: ControlPlane, objects: RunObjects, 
     plan, verify = prepared.plan, options.verify != "none"
 
     def read() -> None:
-        scratch = page_locked_chunk(plan.destinations.values(), CHUNK_BYTES)
-        live: dict[str, Target] = targets_for(plan.destinations)
-        live |= {master: sink_rounding_into(weights) for master, weights in plan.rounded.items()}
-        for header, shard, targets in (
-            (prepared.header, prepared.shard, live),
-            *((each.header, each.shard, targets_for(each.destinations)) for each in prepared.elsewhere),
-        ):
-            stream_tensors(shard, header, targets, verify=verify, scratch=scratch)
+        make_room = room_beside(plan.destinations.values())
+        stream_tensors(prepared.shard, prepared.header, plan.targets(), verify=verify, make_room=make_room)
+        for each in prepared.elsewhere:
+            targets = {name: target_for(tensor) for name, tensor in each.destinations.items()}
+            stream_tensors(each.shard, each.header, targets, verify=verify, make_room=make_room)
 
     try:
         control.together(f"read {name}", read)

@@ -47,8 +47,11 @@ class Results:
         self.rows.setdefault(row, {}).setdefault(name, []).append(value)
 
 
-def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
-    """All of a mode; the same result on every rank. Collective."""
+def measure(config: SmallModel, directory: Path, rounds: int, *, seed: int) -> dict[str, Any]:
+    """All of a mode, or of its first saves alone where there are no rounds; the same result on every rank. Collective.
+
+    `seed` is that of the order in which the contenders take turns.
+    """
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     run = build(config)
@@ -61,13 +64,19 @@ def measure(config: SmallModel, directory: Path, rounds: int) -> dict[str, Any]:
     contenders = all_contenders(run, whole, directory)
     results.settings = {each.name: each.settings for each in contenders}
     run.train_step(0)  # memory for copies is made ready behind a step, as in a training run
-    own_bytes = _measure_first(contenders, directory, results)
-    results.file_bytes = _total(own_bytes)
+    order = random.Random(seed)  # the same on every rank
     raw = directory / "raw" / f"{dist.get_rank()}"
-    raw.parent.mkdir(exist_ok=True)
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    limits.write_limit(
+        raw, sum(tensor.nbytes for tensor in ours.values())
+    )()  # so that nobody's write is the very first
+    raw.unlink()
+    own_bytes = _measure_first(order.sample(contenders, len(contenders)), directory, results)
+    if not rounds:
+        return vars(results)
+    results.file_bytes = _total(own_bytes)
     copies = dict(zip(("copy", "copy of all"), limits.copy_limits(ours, whole), strict=True))
     turns: list[Contender | None] = [None, *contenders]  # None: the limits
-    order = random.Random(0)  # the same on every rank
     for _ in range(rounds):
         # What one leaves behind (a disk that is still busy, pages that a fork has made read-only) is not always borne
         # by the same one.

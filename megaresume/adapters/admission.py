@@ -18,7 +18,7 @@ from megaresume.errors import CheckpointDamagedError, ConfigurationError, Format
 from megaresume.run_objects import Place
 from megaresume.state.description import Parameter
 from megaresume.state.index import check_index
-from megaresume.state.tensors import empty_for, sink_into
+from megaresume.state.tensors import empty_for, target_for
 from megaresume.store import layout
 from megaresume.store.control import ControlPlane
 from megaresume.store.manifest import parse_manifest
@@ -133,7 +133,7 @@ def _numbers(shard: Path, header: ShardHeader, b_matrices: bool) -> tuple[list[s
     tensors = {
         name: empty_for(name, header.tensors) for name in header.tensors if listed[name]["parameter"] is not None
     }
-    stream_tensors(shard, header, {name: sink_into(tensor) for name, tensor in tensors.items()})
+    stream_tensors(shard, header, {name: target_for(tensor) for name, tensor in tensors.items()})
     b = [
         values
         for _, entry, values in (weights_in(shard, header) if b_matrices else ())

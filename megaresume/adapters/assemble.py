@@ -17,7 +17,7 @@ import torch
 
 from megaresume.errors import CheckpointDamagedError, FormatError, UnsupportedError
 from megaresume.state.index import check_index
-from megaresume.state.tensors import empty_for, sink_into
+from megaresume.state.tensors import empty_for, target_for
 from megaresume.store import layout
 from megaresume.store.manifest import Manifest, parse_manifest
 from megaresume.store.shard import ShardHeader, ShardIdentity, check_identity, read_header, stream_tensors
@@ -99,7 +99,7 @@ def weights_in(shard: Path, header: ShardHeader) -> Iterator[tuple[str, Mapping[
         raise UnsupportedError(f"{shard}: {elsewhere[0]} lies in an earlier checkpoint: an adapter's weights never do")
     sources = {each["from"] if each["kind"] == "derived" else name for name, each in weights.items()}
     tensors = {name: empty_for(name, header.tensors) for name in sources}
-    stream_tensors(shard, header, {name: sink_into(tensor) for name, tensor in tensors.items()})
+    stream_tensors(shard, header, {name: target_for(tensor) for name, tensor in tensors.items()})
     for name, each in weights.items():
         if each["kind"] == "stored":
             yield name, each, tensors[name].reshape(-1)

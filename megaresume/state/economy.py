@@ -14,14 +14,12 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.state.tensors import dtype_of
+from megaresume.state.tensors import SERIAL_ELEMENTS, dtype_of
 from megaresume.store.manifest import Reference
 from megaresume.store.references import Source
 from megaresume.store.shard import Entry
 
 _ROUNDED = ("BF16", "F16")
-# Elements compared at once. For more, torch would start threads of its own beside the training's, which wait in a spin.
-_BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -99,5 +97,5 @@ def _is_rounded(weight: Entry, at: list[int], master: Entry, master_at: list[int
     have = torch.frombuffer(weight.data, dtype=torch.int16)
     full = torch.frombuffer(master.data, dtype=torch.float32)[at[0] - master_at[0] : at[1] - master_at[0]]
     # Bits are compared, not numbers: -0.0 is not 0.0 to a run that is to go on bit for bit, and NaN is itself.
-    blocks = zip(torch.split(have, _BLOCK), torch.split(full, _BLOCK), strict=True)
+    blocks = zip(torch.split(have, SERIAL_ELEMENTS), torch.split(full, SERIAL_ELEMENTS), strict=True)
     return all(torch.equal(bits, numbers.to(dtype).view(torch.int16)) for bits, numbers in blocks)

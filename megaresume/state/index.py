@@ -13,8 +13,20 @@ from megaresume.errors import FormatError
 
 INDEX_VERSION = 1
 
-# Takes a value and where it stands; raises FormatError unless the value is of the form.
-Check: TypeAlias = Callable[[Any, str], None]
+# Takes a value; raises _Misformed unless it is of the form.
+Check: TypeAlias = Callable[[Any], None]
+
+
+class _Misformed(Exception):
+    """Why a value is not of its form; the containers around it add where it stands, from the inside out. Thousands of
+    values are looked at for one that is wrong, so that nothing is put into words before."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.where = reason, ""
+
+    def within(self, place: str) -> _Misformed:
+        self.where = place + self.where
+        return self
 
 
 def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
@@ -26,7 +38,10 @@ def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
     version = index.get("version")
     if type(version) is not int or version != INDEX_VERSION:
         raise FormatError(f"the index is of version {version!r}, this release reads version {INDEX_VERSION}")
-    _INDEX(index, "the index")
+    try:
+        _INDEX(index)
+    except _Misformed as error:
+        raise FormatError(f"the index{error.where}: {error.reason}") from None
     listed = index["tensors"]
     stored = {name for name, entry in listed.items() if entry["kind"] == "stored"}
     for name in sorted(stored - spans.keys()):
@@ -53,102 +68,116 @@ def _check_derived(name: str, entry: Mapping[str, Any], listed: Mapping[str, Any
         raise FormatError(f"the index derives {name}, elements {at}, from a master that has the elements {master_at}")
 
 
-def _wrong(where: str, expected: str, found: Any) -> FormatError:
-    return FormatError(f"{where}: expected {expected}, found {str(found)[:80]!r}")
+def _wrong(expected: str, found: Any) -> _Misformed:
+    return _Misformed(f"expected {expected}, found {str(found)[:80]!r}")
 
 
-def _anything(value: Any, where: str) -> None:
+def _anything(value: Any) -> None:
     pass
 
 
-def _text(value: Any, where: str) -> None:
+def _text(value: Any) -> None:
     if type(value) is not str:
-        raise _wrong(where, "text", value)
+        raise _wrong("text", value)
 
 
 def _one_of(*choices: str) -> Check:
-    def check(value: Any, where: str) -> None:
+    def check(value: Any) -> None:
         if value not in choices:
-            raise _wrong(where, " or ".join(choices), value)
+            raise _wrong(" or ".join(choices), value)
 
     return check
 
 
-def _count(value: Any, where: str) -> None:
+def _count(value: Any) -> None:
     if type(value) is not int or value < 0:
-        raise _wrong(where, "a whole number, not negative", value)
+        raise _wrong("a whole number, not negative", value)
 
 
-def _range(value: Any, where: str) -> None:
-    if type(value) is not list or len(value) != 2 or any(type(bound) is not int for bound in value):
-        raise _wrong(where, "[start, end)", value)
+def _range(value: Any) -> None:
+    if type(value) is not list or len(value) != 2 or type(value[0]) is not int or type(value[1]) is not int:
+        raise _wrong("[start, end)", value)
     if not 0 <= value[0] <= value[1]:
-        raise _wrong(where, "0 <= start <= end", value)
+        raise _wrong("0 <= start <= end", value)
 
 
 def _or_null(check: Check) -> Check:
-    return lambda value, where: None if value is None else check(value, where)
+    def check_unless_null(value: Any) -> None:
+        if value is not None:
+            check(value)
+
+    return check_unless_null
 
 
 def _list_of(check: Check) -> Check:
-    def check_list(value: Any, where: str) -> None:
+    def check_list(value: Any) -> None:
         if type(value) is not list:
-            raise _wrong(where, "a list", value)
+            raise _wrong("a list", value)
         for number, part in enumerate(value):
-            check(part, f"{where}[{number}]")
+            try:
+                check(part)
+            except _Misformed as error:
+                raise error.within(f"[{number}]") from None
 
     return check_list
 
 
 def _object_of(check: Check) -> Check:
-    def check_object(value: Any, where: str) -> None:
+    def check_object(value: Any) -> None:
         if type(value) is not dict:
-            raise _wrong(where, "an object", value)
+            raise _wrong("an object", value)
         for name, part in value.items():
-            check(part, f"{where}: {name}")
+            try:
+                check(part)
+            except _Misformed as error:
+                raise error.within(f": {name}") from None
 
     return check_object
 
 
 def _record(optional: Mapping[str, Check] | None = None, **fields: Check) -> Check:
     """An object that has these fields, and perhaps the optional ones; others are left unread."""
+    known = [(name, check, False) for name, check in fields.items()]
+    known += [(name, check, True) for name, check in (optional or {}).items()]
 
-    def check_record(value: Any, where: str) -> None:
+    def check_record(value: Any) -> None:
         if type(value) is not dict:
-            raise _wrong(where, "an object", value)
-        for name, check in fields.items():
-            if name not in value:
-                raise FormatError(f"{where}: {name} is missing")
-            check(value[name], f"{where}: {name}")
-        for name, check in (optional or {}).items():
+            raise _wrong("an object", value)
+        for name, check, may_be_missing in known:
             if name in value:
-                check(value[name], f"{where}: {name}")
+                try:
+                    check(value[name])
+                except _Misformed as error:
+                    raise error.within(f": {name}") from None
+            elif not may_be_missing:
+                raise _Misformed(f"{name} is missing")
 
     return check_record
 
 
-def _distinct(value: Any, where: str) -> None:
-    _list_of(_text)(value, where)
+_TEXTS = _list_of(_text)
+
+
+def _distinct(value: Any) -> None:
+    _TEXTS(value)
     if len(set(value)) != len(value):
-        raise _wrong(where, "each name once", value)
+        raise _wrong("each name once", value)
 
 
 _PLACE = _one_of("host", "parameter")
 _PLACES = {"places": _object_of(_PLACE)}
+_TENSOR_SLOT = _record(tensor=_text, place=_PLACE)
+_VALUE_SLOT = _record(_PLACES, value=_anything)
+_TENSOR_VALUE = _record(tensor=_anything, dtype=_text)
+_VALUE = _record(value=_anything)
 
 
-def _slot(value: Any, where: str) -> None:
-    if type(value) is dict and "tensor" in value:
-        _record(tensor=_text, place=_PLACE)(value, where)
-    else:
-        _record(_PLACES, value=_anything)(value, where)
+def _slot(value: Any) -> None:
+    (_TENSOR_SLOT if type(value) is dict and "tensor" in value else _VALUE_SLOT)(value)
 
 
-def _scaler_value(value: Any, where: str) -> None:
-    if type(value) is dict and "tensor" in value:
-        _record(tensor=_anything, dtype=_text)(value, where)
-    else:
-        _record(value=_anything)(value, where)
+def _scaler_value(value: Any) -> None:
+    (_TENSOR_VALUE if type(value) is dict and "tensor" in value else _VALUE)(value)
 
 
 _MEMBER = _record(parameter=_text, range=_range, state=_object_of(_object_of(_slot)))
@@ -163,9 +192,12 @@ _KINDS = {
 }
 
 
-def _tensor(value: Any, where: str) -> None:
-    _record(kind=_one_of(*_KINDS))(value, where)
-    _KINDS[value["kind"]](value, where)
+_KIND = _record(kind=_one_of(*_KINDS))
+
+
+def _tensor(value: Any) -> None:
+    _KIND(value)
+    _KINDS[value["kind"]](value)
 
 
 _INDEX = _record(

@@ -6,9 +6,9 @@ once; the rest travels through memory. Knows descriptions and ranges, no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ class Piece:
     parameter: str
     start: int
     end: int
+
+
+# Pieces, none empty, that lie one behind the other in memory.
+Stretch: TypeAlias = list[Piece]
 
 
 def split_over_replicas(sizes: Mapping[str, tuple[int, int]], ranks: int) -> list[list[Piece]]:
@@ -77,24 +81,6 @@ def _split_by_masters(live: Live, replica: str) -> list[str]:
     return sorted(name for name in live.shares if live.parameters[name].replica == replica)
 
 
-def _pieces_by_rank(live: Live, replica: str) -> list[list[Piece]]:
-    """For each rank of the replica group the pieces that it has loaded. Collective over the group."""
-    group, runs = live.replicas[replica], _split_by_bytes(live, replica)
-    names = _split_by_masters(live, replica)
-    if not names:
-        return runs
-    # Which masters the others hold follows from an optimizer's buckets, which only it can tell.
-    device = live.parameters[names[0]].tensor.device
-    mine = torch.tensor([live.shares[name] for name in names], dtype=torch.int64, device=device)
-    shares = [torch.empty_like(mine) for _ in range(group.size)]
-    dist.all_gather(shares, mine, group=group.process_group)
-    for run, table in zip(runs, shares, strict=True):
-        run += [
-            Piece(name, start, end) for name, (start, end) in zip(names, table.tolist(), strict=True) if start < end
-        ]
-    return runs
-
-
 def slice_of(parameter: Parameter, start: int, end: int) -> torch.Tensor:
     """The live elements `[start, end)`, in the parameter's own shape where that is all of it, else flat."""
     tensor = parameter.tensor.detach()
@@ -129,24 +115,80 @@ def complete_replicas(live: Live) -> None:
     for replica in sorted(live.replicas):
         group = live.replicas[replica]
         if group.size > 1 and any(parameter.replica == replica for parameter in live.parameters.values()):
-            _exchange(live, group, _pieces_by_rank(live, replica))
+            _exchange(live, group, _stretches_by_rank(live, replica))
 
 
-def _exchange(live: Live, group: ReplicaGroup, runs: list[list[Piece]]) -> None:
+def _exchange(live: Live, group: ReplicaGroup, runs: list[list[Stretch]]) -> None:
     sources = dist.get_process_group_ranks(group.process_group)
     under_way = [
-        dist.broadcast(
-            byte_view(live.parameters[piece.parameter].tensor.view(-1)[piece.start : piece.end]),
-            src=source,
-            group=group.process_group,
-            async_op=True,
-        )
+        dist.broadcast(byte_view(_memory_of(live, stretch)), src=source, group=group.process_group, async_op=True)
         for source, run in zip(sources, runs, strict=True)
-        for piece in run
-        if piece.start < piece.end
+        for stretch in run
     ]
     for work in under_way:
         work.wait()
+
+
+def _memory_of(live: Live, stretch: Stretch) -> torch.Tensor:
+    first, elements = stretch[0], sum(piece.end - piece.start for piece in stretch)
+    tensor = live.parameters[first.parameter].tensor.detach()
+    return tensor.as_strided((elements,), (1,), tensor.storage_offset() + first.start)
+
+
+def _stretches_by_rank(live: Live, replica: str) -> list[list[Stretch]]:
+    """For each rank of the replica group the pieces that it has loaded. Collective over the group."""
+    group, runs = live.replicas[replica], _split_by_bytes(live, replica)
+    stretches = [[[piece] for piece in run if piece.start < piece.end] for run in runs]
+    names = _split_by_masters(live, replica)
+    if not names:
+        return stretches
+    # Which masters the others hold follows from an optimizer's buckets, which only it can tell.
+    device = live.parameters[names[0]].tensor.device
+    shares = torch.tensor([live.shares[name] for name in names], dtype=torch.int64)
+    mine = torch.cat([shares, torch.tensor(_places(live, names), dtype=torch.int64)], dim=1).to(device)
+    tables = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(tables, mine, group=group.process_group)
+    # Only what lies next to one another on every rank is sent as one.
+    alike = all(torch.equal(table[:, 2:], mine[:, 2:]) for table in tables)
+    places = dict(zip(names, mine[:, 2:].tolist(), strict=True)) if alike else {}
+    for run, table in zip(stretches, tables, strict=True):
+        loaded = [Piece(name, start, end) for name, (start, end, *_) in zip(names, table.tolist(), strict=True)]
+        run += join_neighbours([piece for piece in loaded if piece.start < piece.end], places)
+    return stretches
+
+
+def _places(live: Live, names: Sequence[str]) -> list[tuple[int, int]]:
+    """(number of the block of memory, first element in it) of each parameter."""
+    blocks: dict[tuple[int, torch.dtype], int] = {}
+    tensors = [live.parameters[name].tensor for name in names]
+    return [
+        (
+            blocks.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), len(blocks)),
+            int(tensor.storage_offset()),
+        )
+        for tensor in tensors
+    ]
+
+
+def join_neighbours(pieces: Sequence[Piece], places: Mapping[str, Sequence[int]]) -> list[Stretch]:
+    """Pieces (none empty) that begin where another one ends in the same block of memory, together. megatron-core lays
+    the parameters of a bucket end to end and gives each rank one part of it: one message instead of a hundred.
+
+    `places[name]` is (block, first element in it); pieces of other parameters stay alone. Pure.
+    """
+    joined: list[Stretch] = [[piece] for piece in pieces if piece.parameter not in places]
+    end: tuple[int, int] | None = None
+    for piece in sorted(
+        (piece for piece in pieces if piece.parameter in places),
+        key=lambda piece: (places[piece.parameter][0], places[piece.parameter][1] + piece.start),
+    ):
+        block, begin = places[piece.parameter]
+        if end == (block, begin + piece.start):
+            joined[-1].append(piece)
+        else:
+            joined.append([piece])
+        end = (block, begin + piece.end)
+    return joined
 
 
 def piece_name(piece: Piece) -> str:

@@ -33,8 +33,16 @@ from megaresume.state.optimizer import OptimizerPlan, capture_optimizers, plan_o
 from megaresume.state.optimizer_match import optimizer_mismatches
 from megaresume.state.registered import Registered
 from megaresume.state.rng import RngPlan, Stream, plan_rng, rng_mismatches
-from megaresume.state.tensors import check_storable, dtype_code, empty_for, same_form
+from megaresume.state.tensors import (
+    check_storable,
+    dtype_code,
+    empty_for,
+    same_form,
+    sink_rounding_into,
+    target_for,
+)
 from megaresume.state.tree import from_json, tensor_names, to_json
+from megaresume.store.shard import Target
 
 # Differences in one message; a person reads a dozen, and a wrong model has thousands.
 _SHOWN = 12
@@ -111,8 +119,8 @@ def capture(live: Live, streams: Mapping[str, Stream] | None, registered: Regist
 class RestorePlan:
     """Where every stored tensor goes. `destinations` are live tensors, or fresh ones that `install` puts in place.
 
-    `rounded` maps a master in the file to the weights that take its rounded values where the master itself is not
-    restored, and the element of it that they begin at. `elsewhere` are the tensors that lie in files of earlier
+    `rounded` maps a master in the file to the weights that take its rounded values, and the element of it that they
+    begin at; the master itself may be restored or not. `elsewhere` are the tensors that lie in files of earlier
     checkpoints: by (step, attempt, file), each tensor's name there and its destination.
     """
 
@@ -126,16 +134,23 @@ class RestorePlan:
     _optimizers: OptimizerPlan | None = None
     _registered: tuple[Registered, Mapping[str, Any]] | None = None
     _rng: RngPlan | None = None
-    _derived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def targets(self) -> dict[str, Target]:
+        """What the tensors of this rank's file are read through; weights that were not stored are rounded on the
+        way."""
+        targets = {name: target_for(tensor, self.rounded.get(name, ())) for name, tensor in self.destinations.items()}
+        targets |= {
+            master: Target(sink=sink_rounding_into(weights))
+            for master, weights in self.rounded.items()
+            if master not in targets
+        }
+        return targets
 
     def complete(self) -> None:
-        """Round the weights that were not stored from their masters, and share the model pieces that each rank now has,
-        when all destinations are filled.
+        """Share the model pieces that each rank now has, when all destinations are filled.
 
         Collective over the replica groups.
         """
-        for weight, master in self._derived:
-            weight.copy_(master)
         complete_replicas(self.live)
 
     def install(self) -> None:
@@ -281,12 +296,8 @@ def _plan_unstored(plan: RestorePlan, listed: Mapping[str, Any], name: str, piec
             raise FormatError(f"the index refers to tensor {place['tensor']!r} of {place['file']} twice")
         plan.elsewhere[key][place["tensor"]] = slice_of(plan.live.parameters[piece.parameter], piece.start, piece.end)
         return
-    master, begin = entry["from"], piece.start - listed[entry["from"]]["range"][0]
-    restored = plan.destinations.get(master)
-    if restored is None:
-        plan.rounded.setdefault(master, []).append((weight, begin))
-    else:
-        plan._derived.append((weight, restored.view(-1)[begin : begin + weight.numel()]))
+    begin = piece.start - listed[entry["from"]]["range"][0]
+    plan.rounded.setdefault(entry["from"], []).append((weight, begin))
 
 
 def _refuse(problems: list[str]) -> None:

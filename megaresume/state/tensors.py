@@ -1,18 +1,23 @@
 """Tensors as bytes: dtype codes of the safetensors format, byte views of live tensors, and sinks that write into them.
 
-Knows torch and the byte layout, nothing of models, optimizers or files.
+Knows torch and the byte layout, nothing of models and optimizers, and of files what a reader is told.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megaresume.errors import FormatError, UnsupportedError
+from megaresume.store.shard import Target
 
 HOST = torch.device("cpu")
+# Torch works on so many elements in the thread that asks. For more it starts threads of its own, for every thread that
+# asks, and they wait in a spin: beside a training, or beside each other, that costs more than it saves.
+SERIAL_ELEMENTS = 1 << 15
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -90,26 +95,29 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(byte_view(host).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
 
 
-def targets_for(
-    destinations: Mapping[str, torch.Tensor],
-) -> dict[str, memoryview | Callable[[int, memoryview], None]]:
-    """`target_for` each of them."""
-    return {name: target_for(tensor) for name, tensor in destinations.items()}
+def target_for(tensor: torch.Tensor, weights: Sequence[tuple[torch.Tensor, int]] = ()) -> Target:
+    """What `stream_tensors` fills a contiguous `tensor` through, on whatever device it lives.
 
-
-def target_for(tensor: torch.Tensor) -> memoryview | Callable[[int, memoryview], None]:
-    """What `stream_tensors` fills a contiguous `tensor` through: its own bytes where it lies on the host, else a
-    sink."""
+    Where it is a master, `weights` (flat, on its device) take its rounded numbers, each from that element of it on.
+    """
+    full = tensor.detach().view(-1)
     if tensor.device == HOST:
-        return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
-    return sink_into(tensor)
 
+        def follow(begin: int, end: int) -> Callable[[], object]:
+            first, last = _elements(begin, end)
+            return _rounding(weights, full[first:last], first)
 
-def page_locked_chunk(destinations: Iterable[torch.Tensor], size: int) -> memoryview | None:
-    """`size` bytes of page-locked memory to read through where a destination is on an accelerator, else None."""
-    if all(tensor.device == HOST for tensor in destinations):
-        return None
-    return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
+        memory = memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's stubs hide its buffer
+        return Target(memory, follow=follow if weights else None)
+    copy = sink_into(tensor)
+
+    def sink(offset: int, data: memoryview) -> None:
+        copy(offset, data)
+        if weights:
+            first, last = _elements(offset, offset + len(data))
+            _rounding(weights, full[first:last], first)()
+
+    return Target(sink=sink)
 
 
 def sink_rounding_into(weights: Sequence[tuple[torch.Tensor, int]]) -> Callable[[int, memoryview], None]:
@@ -118,15 +126,30 @@ def sink_rounding_into(weights: Sequence[tuple[torch.Tensor, int]]) -> Callable[
     tensor in whole chunks are; FormatError otherwise."""
 
     def sink(offset: int, data: memoryview) -> None:
-        if offset % 4 or len(data) % 4:
-            raise FormatError("a master that weights are rounded from does not lie at a multiple of its element's size")
-        first, full = offset // 4, torch.frombuffer(data, dtype=torch.float32)
-        for weight, begin in weights:
-            low, high = max(first, begin), min(first + full.numel(), begin + weight.numel())
-            if low < high:
-                weight[low - begin : high - begin].copy_(full[low - first : high - first])
+        first, _ = _elements(offset, offset + len(data))
+        _rounding(weights, torch.frombuffer(data, dtype=torch.float32), first)()
 
     return sink
+
+
+def _elements(begin: int, end: int) -> tuple[int, int]:
+    """The elements that these bytes of an F32 tensor are."""
+    if begin % 4 or end % 4:
+        raise FormatError("a master that weights are rounded from does not lie at a multiple of its element's size")
+    return begin // 4, end // 4
+
+
+def _rounding(weights: Sequence[tuple[torch.Tensor, int]], full: torch.Tensor, first: int) -> Callable[[], object]:
+    """What puts the numbers of `full`, a master's from its element `first` on, into the weights: in one call, for it is
+    done by threads that wait for one another at each call of torch."""
+    rounded: list[torch.Tensor] = []
+    exact: list[torch.Tensor] = []
+    for weight, begin in weights:
+        low, high = max(first, begin), min(first + full.numel(), begin + weight.numel())
+        if low < high:
+            rounded += torch.split(weight[low - begin : high - begin], SERIAL_ELEMENTS)
+            exact += torch.split(full[low - first : high - first], SERIAL_ELEMENTS)
+    return functools.partial(torch._foreach_copy_, rounded, exact) if rounded else lambda: None
 
 
 def sink_into(tensor: torch.Tensor) -> Callable[[int, memoryview], None]:
@@ -138,3 +161,13 @@ def sink_into(tensor: torch.Tensor) -> Callable[[int, memoryview], None]:
         target[offset : offset + len(data)].copy_(source)
 
     return sink
+
+
+def room_beside(tensors: Iterable[torch.Tensor]) -> Callable[[int], bytearray | memoryview]:
+    """What gives so many bytes of memory for what is read on the way to `tensors`: page-locked, where one of them is on
+    an accelerator, which copies from such memory at its full speed."""
+    return bytearray if all(tensor.device == HOST for tensor in tensors) else _page_locked
+
+
+def _page_locked(size: int) -> memoryview:
+    return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ import re
 import secrets
 import signal
 import stat
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,11 +33,13 @@ JSON: TypeAlias = Any  # what `json` reads and writes; a recursive alias would o
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_JSON_DEPTH = 100  # objects and lists within one another: well below where recursion ends, in every reader
-_MAX_DIGITS = 4_300  # of an integer: the interpreter's own limit from 3.11 on, here for 3.10 too
+_MAX_DIGITS = 4_300  # of an integer: the interpreter's own limit since 3.10.7, unless somebody lifts it
 _MAX_VECTORS = 1_024  # IOV_MAX of Linux and macOS
 _LIBC = ctypes.CDLL(None, use_errno=True)  # for the two calls of Linux that Python has no name for
 _SYNC_FILE_RANGE_WRITE = 2
+_AHEAD_STEP = 1 << 20
 _F_SETSIG = 10
+_interpreters_digits = getattr(sys, "get_int_max_str_digits", lambda: 0)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -261,19 +265,33 @@ def read_into_at(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 def read_vectors_at(descriptor: int, views: Sequence[memoryview], offset: int, path: Path) -> None:
     """Fill `views` (of bytes) one after another from byte `offset` of the file. Raises as `read_into_at` does."""
-    pending, filled = [view for view in views if len(view)], 0
-    while pending:
+    size, filled, pending = sum(map(len, views)), 0, list(views)
+    while filled < size:
         try:
             got = os.preadv(descriptor, pending[:_MAX_VECTORS], offset + filled)
         except OSError as error:
             raise unreadable(path, error) from error
         if got == 0:
-            size = sum(len(view) for view in views)
             raise CheckpointDamagedError(
                 f"{path}: truncated: expected {size} bytes at byte {offset}, found only {filled}."
             )
         filled += got
-        pending = _rest(pending, got)
+        if filled < size:
+            pending = _rest(pending, got)
+
+
+def read_ahead(path: Path, offset: int, length: int) -> None:
+    """Let the system begin to read this part of a file into its cache, behind the caller. A hint: never fails."""
+
+    def ask() -> None:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            for begin in range(offset, offset + length, _AHEAD_STEP):  # for more at once it reads no more
+                os.posix_fadvise(
+                    file.fileno(), begin, min(_AHEAD_STEP, offset + length - begin), os.POSIX_FADV_WILLNEED
+                )
+
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=ask, name="read-ahead", daemon=True).start()
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
@@ -331,7 +349,7 @@ def parse_json(data: bytes, *, source: str) -> JSON:
             object_pairs_hook=_object_without_duplicates,
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
-            parse_int=_bounded_int,
+            parse_int=None if 0 < _interpreters_digits() <= _MAX_DIGITS else _bounded_int,  # its own check is faster
         )
         _check_depth(value)
         if _SURROGATE_ESCAPE.search(data):
@@ -368,12 +386,17 @@ def _bounded_int(text: str) -> int:
 
 
 def _check_depth(value: JSON) -> None:
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, (dict, list))]:
+    level: list[JSON] = [[value]]
+    depth = 0
+    while level := [
+        child
+        for item in level
+        for child in (item.values() if type(item) is dict else item)
+        if type(child) is dict or type(child) is list
+    ]:
         depth += 1
         if depth > MAX_JSON_DEPTH:
             raise ValueError(f"more than {MAX_JSON_DEPTH} levels deep")
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
 
 
 def _check_writable(value: JSON, where: str = "value", depth: int = 0) -> None:

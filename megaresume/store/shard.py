@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -45,23 +45,38 @@ __all__ = [
     "Target",
     "TensorSpan",
     "check_identity",
+    "read_ahead",
     "read_header",
     "stream_tensors",
     "verify_shard",
     "write_shard",
 ]
 
-# Read or written by one system call: few calls, yet what was just hashed or read is still in the processor's cache.
+# Written by one system call, or read by one thread in a row: few calls, and a disk that can read on.
 _BATCH_BYTES = 4 * CHUNK_BYTES
 
 _WRITE_BACK_BYTES = 8 * _BATCH_BYTES
 _READERS = 2  # threads; more do not make memory or one disk faster
+_AHEAD_BYTES = 64 << 20  # what a disk gives while a restore is planned; little, should nobody come for it
 
-# Takes (byte offset inside the tensor, bytes): in order, several times for a large tensor, never for one without bytes.
-# The bytes are only valid during the call.
+# Takes (byte offset inside the tensor, bytes): several times for a large tensor, never for one without bytes, from
+# several threads and in any order. The bytes are only valid during the call.
 Sink: TypeAlias = Callable[[int, memoryview], None]
-# Where a tensor is read to: all of its bytes in memory (flat, writable), or a sink.
-Target: TypeAlias = memoryview | Sink
+Room: TypeAlias = bytearray | memoryview  # writable bytes
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a tensor is read to: `memory`, all of its bytes (flat, writable), or a `sink`; without either its bytes are
+    read for nothing but their digests.
+
+    `follow`, for memory, is asked before anything is read what to do once the bytes [first, end) of the tensor are
+    there and checked; that is then done by the thread that read them.
+    """
+
+    memory: memoryview | None = None
+    sink: Sink | None = None
+    follow: Callable[[int, int], Callable[[], object]] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,40 +152,48 @@ def _lay_out(entries: Sequence[Entry]) -> list[TensorSpan]:
 
 def _write_data(descriptor: int, entries: Sequence[Entry]) -> Iterator[str]:
     """Write the data section, yielding the digest of each chunk."""
-    hasher, room = xxhash.xxh3_64(), CHUNK_BYTES
     batch: list[memoryview] = []
-    batched = written = 0
-    for piece in _pieces(entries):
-        hasher.update(piece)
-        batch.append(piece)
-        batched += len(piece)
-        room -= len(piece)
-        if room == 0:
-            yield hasher.hexdigest()
-            hasher, room = xxhash.xxh3_64(), CHUNK_BYTES
-            if batched >= _BATCH_BYTES:
-                fs.write_vectors(descriptor, batch)
-                written += batched
-                batch, batched = [], 0
-                if written % _WRITE_BACK_BYTES == 0:
-                    # The disk is to be busy from now on, not from the fsync on.
-                    fs.start_write_back(descriptor)
-    if room < CHUNK_BYTES:
-        yield hasher.hexdigest()
+    written = 0
+
+    def batched() -> Iterator[memoryview]:
+        # An empty entry may have a zero in its shape, which `cast` refuses.
+        for piece in _pieces([entry.data.cast("B") for entry in entries if entry.data.nbytes]):
+            batch.append(piece)
+            yield piece
+
+    for digest, size in _digests(batched()):
+        yield digest
+        written += size
+        if written % _BATCH_BYTES == 0:
+            fs.write_vectors(descriptor, batch)
+            batch.clear()
+            if written % _WRITE_BACK_BYTES == 0:
+                # The disk is to be busy from now on, not from the fsync on.
+                fs.start_write_back(descriptor)
     fs.write_vectors(descriptor, batch)
 
 
-def _pieces(entries: Sequence[Entry]) -> Iterator[memoryview]:
-    """The bytes of all entries, cut so that no piece crosses the end of a chunk."""
+def _pieces(data: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The bytes of all, cut so that no piece crosses the end of a chunk."""
     room = CHUNK_BYTES
-    for entry in entries:
-        if entry.data.nbytes == 0:
-            continue  # `cast` refuses a view with a zero in its shape
-        data = entry.data.cast("B")
-        while data:
-            piece, data = data[:room], data[room:]
+    for rest in data:
+        while rest:
+            piece, rest = rest[:room], rest[room:]
             room = room - len(piece) or CHUNK_BYTES
             yield piece
+
+
+def _digests(pieces: Iterable[memoryview]) -> Iterator[tuple[str, int]]:
+    """(digest, bytes) of each chunk that the pieces make up, as soon as it is complete."""
+    hasher, size = xxhash.xxh3_64(), 0
+    for piece in pieces:
+        hasher.update(piece)
+        size += len(piece)
+        if size == CHUNK_BYTES:
+            yield hasher.hexdigest(), size
+            hasher, size = xxhash.xxh3_64(), 0
+    if size:
+        yield hasher.hexdigest(), size
 
 
 # --- the header ------------------------------------------------------------------------------------------------------
@@ -190,6 +213,11 @@ def read_header(path: Path, *, record: ShardRecord | None = None) -> ShardHeader
     if record is not None:
         _check_digest(head_digest(head), record, path)
     return parse_head(head, size=size, path=path)
+
+
+def read_ahead(path: Path, header: ShardHeader) -> None:
+    """Have the disk begin with the tensors that will soon be read. Returns at once, and never fails."""
+    fs.read_ahead(path, header.data_start, min(_AHEAD_BYTES, header.size - header.data_start))
 
 
 def check_identity(header: ShardHeader, identity: ShardIdentity, path: Path) -> None:
@@ -250,13 +278,13 @@ def stream_tensors(
     targets: Mapping[str, Target],
     *,
     verify: bool = True,
-    scratch: memoryview | None = None,
+    make_room: Callable[[int], Room] = bytearray,
 ) -> None:
-    """Read the tensors named in `targets`: into a writable view of a tensor's bytes directly, to a sink in file order.
+    """Read the tensors named in `targets`, each by threads of our own.
 
-    Chunks in which no target has a part are not read. With `verify` each chunk is checked, before any of it is handed
-    to a sink; a view may hold bad bytes by the time that this raises. `scratch` (bytes, at least one chunk) is used for
-    what has no view instead of memory of our own: page-locked memory, where a sink copies to an accelerator.
+    Chunks in which no target has a part are not read. With `verify` each chunk is checked, before any sink is told of
+    it; memory may hold bad bytes by the time that this raises. `make_room` gives a reader its memory (as many bytes as
+    asked for) for what has none: page-locked, where a sink copies to an accelerator.
 
     Raises `CheckpointDamagedError` for a name the file does not hold (before anything is read), and for a file that has
     changed since `header` was read or differs from its digests (sinks called before had good bytes).
@@ -268,14 +296,14 @@ def stream_tensors(
         )
     for name, target in targets.items():
         span = header.tensors[name]
-        assert not isinstance(target, memoryview) or target.nbytes == span.end - span.begin, name
+        assert target.memory is None or target.memory.nbytes == span.end - span.begin, name
     wanted = [span for span in header.tensors.values() if span.name in targets and span.begin < span.end]
-    _read_runs(path, header, _chunk_runs(wanted), targets, verify=verify, scratch=scratch)
+    _read_runs(path, header, _chunk_runs(wanted), targets, verify=verify, make_room=make_room)
 
 
 def verify_shard(path: Path, header: ShardHeader) -> None:
     """Read the whole data section and raise `CheckpointDamagedError` where it differs from its digests."""
-    _read_runs(path, header, [range(len(header.chunk_digests))], {}, verify=True, scratch=None)
+    _read_runs(path, header, [range(len(header.chunk_digests))], {}, verify=True, make_room=bytearray)
 
 
 def _chunk_runs(spans: Sequence[TensorSpan]) -> list[range]:
@@ -290,13 +318,19 @@ def _chunk_runs(spans: Sequence[TensorSpan]) -> list[range]:
     return runs
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Where some bytes of one tensor, all of one chunk, are read to, and who is told of them once they are checked."""
+class _Part(NamedTuple):
+    """Bytes that are read at once: where they begin in the data section, the memory for them tensor by tensor (None: a
+    reader's own) with its sizes, and once they are checked, which sink is told of which of these (first byte in the
+    tensor) and what else is done."""
 
-    memory: memoryview
-    sink: Sink | None
-    offset: int  # in the tensor
+    begin: int
+    sizes: list[int]
+    memory: list[memoryview | None]
+    told: list[tuple[Sink, int, int]]
+    then: list[Callable[[], object]]
+
+
+_NOWHERE = Target()
 
 
 def _read_runs(
@@ -306,72 +340,65 @@ def _read_runs(
     targets: Mapping[str, Target],
     *,
     verify: bool,
-    scratch: memoryview | None,
+    make_room: Callable[[int], Room],
 ) -> None:
-    spans = [span for span in header.tensors.values() if span.begin < span.end]
-    ends = [span.end for span in spans]
-    size = len(scratch) // CHUNK_BYTES * CHUNK_BYTES if scratch is not None else _BATCH_BYTES
+    # What is checked is read chunk by chunk: it is still in the processor's cache when it is hashed and rounded.
+    step = CHUNK_BYTES if verify else _BATCH_BYTES
     data_bytes = header.size - header.data_start
-    # Small reads near one another: the chunk is hashed while it is in the processor's cache, and the disk reads on.
+    spans = [span for span in header.tensors.values() if span.begin < span.end]
+    # All that can be done before is: what readers do in Python, one waits for while the other does it.
     batches = iter(
         [
-            (start, min(start + size, run.stop * CHUNK_BYTES, data_bytes))
+            [_plan_part(spans, begin, min(begin + step, batch.stop), targets) for begin in batch[::step]]
             for run in runs
-            for start in range(run.start * CHUNK_BYTES, min(run.stop * CHUNK_BYTES, data_bytes), size)
+            for batch in _batches(run, data_bytes)
         ]
     )
 
-    def read(room: memoryview) -> None:
+    def read() -> None:
+        room = memoryview(make_room(min(step, data_bytes)))
         # Each thread opens it: the system reads ahead by open file, and would take two threads' turns for disorder.
         with fs.open_for_reading(path) as (descriptor, found):
             if found != header.size:
                 raise CheckpointDamagedError(f"{path}: changed meanwhile: expected {header.size} bytes, found {found}.")
-            read_from(descriptor, room)
+            for batch in batches:
+                for part in batch:
+                    memory = _memory_for(part, room)
+                    fs.read_vectors_at(descriptor, memory, header.data_start + part.begin, path)
+                    if verify:
+                        _check_chunk(memory, part.begin // CHUNK_BYTES, header, path)
+                    for sink, number, offset in part.told:
+                        sink(offset, memory[number])
+                    for action in part.then:
+                        action()
 
-    def read_from(descriptor: int, room: memoryview) -> None:
-        for start, stop in batches:
-            first = bisect.bisect_right(ends, start)
-            chunks = [
-                _cut(spans, first, begin, min(begin + CHUNK_BYTES, stop), targets, room[begin - start :])
-                for begin in range(start, stop, CHUNK_BYTES)
-            ]
-            memory = [piece.memory for pieces in chunks for piece in pieces]
-            fs.read_vectors_at(descriptor, memory, header.data_start + start, path)
-            for number, pieces in enumerate(chunks, start // CHUNK_BYTES):
-                if verify:
-                    _check_chunk([piece.memory for piece in pieces], number, header, path)
-                for piece in pieces:
-                    if piece.sink is not None:
-                        piece.sink(piece.offset, piece.memory)
-
-    if scratch is not None or any(not isinstance(target, memoryview) for target in targets.values()):
-        # A sink is promised its bytes in order.
-        read(scratch if scratch is not None else memoryview(bytearray(min(size, data_bytes))))
-    else:
-        _in_threads(_READERS, lambda: read(memoryview(bytearray(min(size, data_bytes)))))
+    _in_threads(_READERS, read)
 
 
-def _cut(
-    spans: Sequence[TensorSpan],
-    position: int,
-    begin: int,
-    end: int,
-    targets: Mapping[str, Target],
-    room: memoryview,
-) -> list[_Piece]:
-    """The bytes `[begin, end)` of the data section tensor by tensor; `spans[position]` is not behind them."""
-    pieces = []
-    while spans[position].end <= begin:
+def _batches(run: range, data_bytes: int) -> Iterator[range]:
+    """The bytes of a run of chunks, in shares for one thread."""
+    end = min(run.stop * CHUNK_BYTES, data_bytes)
+    for begin in range(run.start * CHUNK_BYTES, end, _BATCH_BYTES):
+        yield range(begin, min(begin + _BATCH_BYTES, end))
+
+
+def _plan_part(spans: Sequence[TensorSpan], begin: int, end: int, targets: Mapping[str, Target]) -> _Part:
+    """The bytes `[begin, end)` of the data section; `spans` are the file's tensors in order, none empty."""
+    part = _Part(begin, [], [], [], [])
+    position = bisect.bisect_right(spans, begin, key=lambda span: span.end)
+    while begin < end:
+        span = spans[position]
+        target = targets.get(span.name, _NOWHERE)
+        low, high = begin - span.begin, min(span.end, end) - span.begin
+        if target.sink is not None:
+            part.told.append((target.sink, len(part.memory), low))
+        if target.follow is not None:
+            part.then.append(target.follow(low, high))
+        part.memory.append(None if target.memory is None else target.memory[low:high])
+        part.sizes.append(high - low)
+        begin += high - low
         position += 1
-    while position < len(spans) and spans[position].begin < end:
-        span, target = spans[position], targets.get(spans[position].name)
-        low, high = max(span.begin, begin), min(span.end, end)
-        if isinstance(target, memoryview):
-            pieces.append(_Piece(target[low - span.begin : high - span.begin], None, low - span.begin))
-        else:
-            pieces.append(_Piece(room[low - begin : high - begin], target, low - span.begin))
-        position += 1
-    return pieces
+    return part
 
 
 def _in_threads(count: int, work: Callable[[], None]) -> None:
@@ -381,19 +408,24 @@ def _in_threads(count: int, work: Callable[[], None]) -> None:
             future.result()
 
 
-def _check_chunk(pieces: Sequence[memoryview], number: int, header: ShardHeader, path: Path) -> None:
-    if len(pieces) == 1:
-        found = xxhash.xxh3_64_hexdigest(pieces[0])
+def _memory_for(part: _Part, room: memoryview) -> list[memoryview]:
+    memory = []
+    for view, size in zip(part.memory, part.sizes, strict=True):
+        if view is None:
+            view, room = room[:size], room[size:]
+        memory.append(view)
+    return memory
+
+
+def _check_chunk(memory: Sequence[memoryview], number: int, header: ShardHeader, path: Path) -> None:
+    if len(memory) == 1:
+        found = xxhash.xxh3_64_hexdigest(memory[0])
     else:
-        hasher = xxhash.xxh3_64()
-        for piece in pieces:
-            hasher.update(piece)
-        found = hasher.hexdigest()
+        ((found, _),) = _digests(memory)
     expected = header.chunk_digests[number]
-    if expected != found:
-        first = header.data_start + number * CHUNK_BYTES
-        size = sum(len(piece) for piece in pieces)
+    if found != expected:
+        begin, size = header.data_start + number * CHUNK_BYTES, sum(map(len, memory))
         raise CheckpointDamagedError(
-            f"{path}: damaged between bytes {first} and {first + size}: expected digest {expected}, "
-            f"found {found}. Resume from another checkpoint."
+            f"{path}: damaged between bytes {begin} and {begin + size}: expected digest {expected}, found {found}. "
+            "Resume from another checkpoint."
         )

@@ -33,6 +33,7 @@ METADATA = "__metadata__"
 
 _MAX_COUNT = (1 << 63) - 1
 _MAX_DIMENSIONS = 64
+_SPAN_FIELDS = {"dtype", "shape", "data_offsets"}
 _DIGEST_CHARS = 16
 # The digests come first in the text, so that their place in the file is known before they are.
 _BEFORE_DIGESTS = b'{"__metadata__":{"chunk_digests":"'
@@ -221,22 +222,22 @@ def _parse_spans(table: Mapping[str, Any], data_bytes: int, path: Path) -> dict[
 
 
 def _parse_span(name: str, value: Any, path: Path) -> TensorSpan:
-    where = f"{path}: tensor {name!r}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointDamagedError(f"{where}: expected dtype, shape and data_offsets, found {str(value)[:80]}.")
+    def wrong(expected: str, found: object) -> CheckpointDamagedError:
+        return CheckpointDamagedError(f"{path}: tensor {name!r}: expected {expected}, found {str(found)[:80]}.")
+
+    if not isinstance(value, dict) or value.keys() != _SPAN_FIELDS:
+        raise wrong("dtype, shape and data_offsets", value)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointDamagedError(
-            f"{where}: expected a dtype of {', '.join(DTYPE_BYTES)}, found {str(dtype)[:40]!r}."
-        )
+        raise wrong(f"a dtype of {', '.join(DTYPE_BYTES)}", repr(dtype))
     if not _are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointDamagedError(f"{where}: expected a shape of whole numbers, found {str(shape)[:80]}.")
+        raise wrong("a shape of whole numbers", shape)
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointDamagedError(f"{where}: expected two data_offsets, found {str(offsets)[:80]}.")
+        raise wrong("two data_offsets", offsets)
     begin, end = offsets
     expected = math.prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != expected:
-        raise CheckpointDamagedError(f"{where}: expected {expected} bytes for {dtype} {shape}, found {end - begin}.")
+        raise wrong(f"{expected} bytes for {dtype} {shape}", end - begin)
     return TensorSpan(name, dtype, tuple(shape), begin, end)
 
 

@@ -20,7 +20,7 @@ from megaresume.megatron.live import describe
 from megaresume.state.rank_state import RankState, RestorePlan, capture, plan_restore
 from megaresume.state.registered import Registered
 from megaresume.state.rng import Stream, process_streams
-from megaresume.state.tensors import dtype_code, host_bytes, sink_into
+from megaresume.state.tensors import dtype_code, host_bytes
 from megaresume.store.shard import Entry, ShardIdentity, read_header, stream_tensors, write_shard
 
 IDENTITY = ShardIdentity(root_id="3f2a", attempt=1, step=4, coordinate="tp00-pp00-dp00")
@@ -110,8 +110,7 @@ def plan(
 def restore(path: Path, model: nn.Module | list[nn.Module], optimizer: Any = None, **arguments: Any) -> RestorePlan:
     """Both phases."""
     made = plan(path, model, optimizer, **arguments)
-    sinks = {name: sink_into(tensor) for name, tensor in made.destinations.items()}
-    stream_tensors(path, read_header(path), sinks)
+    stream_tensors(path, read_header(path), made.targets())
     made.complete()
     made.install()
     return made

@@ -16,7 +16,7 @@ from megaresume.state.description import Live, Optimizer, OptimizerGroup, Optimi
 from megaresume.state.economy import Economy, leave_out, sources_in
 from megaresume.state.rank_state import capture, plan_restore
 from megaresume.state.registered import Registered
-from megaresume.state.tensors import dtype_code, host_bytes, sink_rounding_into, targets_for
+from megaresume.state.tensors import dtype_code, host_bytes, sink_rounding_into
 from megaresume.store.manifest import Reference
 from megaresume.store.shard import Entry, read_header, stream_tensors, write_shard
 from tests.store.shards import IDENTITY
@@ -97,9 +97,7 @@ def write_and_read(tmp_path: Path, economy: Economy, live: Live, **options: bool
     write_shard(path, economy.entries, identity=IDENTITY, index=economy.index)
     header = read_header(path)
     plan = plan_restore(header.index, header.tensors, live, None, Registered({}), **options)
-    targets: dict[str, Any] = targets_for(plan.destinations)
-    targets |= {master: sink_rounding_into(weights) for master, weights in plan.rounded.items()}
-    stream_tensors(path, header, targets)
+    stream_tensors(path, header, plan.targets())
     plan.complete()
     plan.install()
 

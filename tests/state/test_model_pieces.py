@@ -18,7 +18,7 @@ from megaresume.errors import StateMismatchError
 from megaresume.megatron.live import describe
 from megaresume.state import model as model_state
 from megaresume.state.description import Live, ReplicaGroup
-from megaresume.state.model import split_over_replicas
+from megaresume.state.model import Piece, join_neighbours, split_over_replicas
 from megaresume.state.rank_state import RankState, capture, plan_restore
 from megaresume.state.registered import Registered
 from tests.state.objects import Net, frozen, spans_of
@@ -61,6 +61,18 @@ def test_all_ranks_compute_the_same_split() -> None:
     sizes = {f"layer.{number}": (number * 7 % 40, 2) for number in range(30)}
     backwards = dict(reversed(list(sizes.items())))
     assert split_over_replicas(sizes, 8) == split_over_replicas(backwards, 8)
+
+
+def test_pieces_side_by_side_in_memory_are_joined_and_others_are_not() -> None:
+    places = {"a": (0, 100), "b": (0, 0), "c": (1, 110), "d": (0, 140)}
+    pieces = [Piece("a", 0, 10), Piece("b", 90, 100), Piece("c", 0, 10), Piece("d", 0, 5), Piece("e", 10, 20)]
+    assert join_neighbours(pieces, places) == [
+        [Piece("e", 10, 20)],
+        [Piece("b", 90, 100), Piece("a", 0, 10)],
+        [Piece("d", 0, 5)],
+        [Piece("c", 0, 10)],
+    ]
+    assert join_neighbours(pieces, {}) == [[piece] for piece in pieces]
 
 
 def as_rank(live: Live, rank: int, size: int, group: Any = None) -> Live:

@@ -17,6 +17,7 @@ from megaresume.store.shard import (
     Entry,
     ShardIdentity,
     ShardRecord,
+    Target,
     read_header,
     stream_tensors,
     write_shard,
@@ -48,16 +49,18 @@ def write(path: Path, entries: Sequence[Entry]) -> ShardRecord:
 
 def collect(path: Path, names: Sequence[str] | None = None, *, verify: bool = True) -> dict[str, bytes]:
     header = read_header(path)
-    found = {name: bytearray() for name in (header.tensors if names is None else names)}
+    found = {
+        name: bytearray(header.tensors[name].end - header.tensors[name].begin)
+        for name in (header.tensors if names is None else names)
+    }
 
     def sink(name: str) -> Callable[[int, memoryview], None]:
         def take(offset: int, data: memoryview) -> None:
-            assert offset == len(found[name]), "in order, without gaps"
-            found[name] += data
+            found[name][offset : offset + len(data)] = data
 
         return take
 
-    stream_tensors(path, header, {name: sink(name) for name in found}, verify=verify)
+    stream_tensors(path, header, {name: Target(sink=sink(name)) for name in found}, verify=verify)
     return {name: bytes(data) for name, data in found.items()}
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megaresume.store.shard import (
     DTYPE_BYTES,
     Entry,
     ShardRecord,
+    Target,
     check_identity,
     read_header,
     stream_tensors,
@@ -259,10 +260,13 @@ def test_only_the_chunks_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.
     assert collect(path, ["t39", "t2", "t3", "t21"]) == {
         f"t{number}": bytes(entries[number].data) for number in (2, 3, 21, 39)
     }
-    assert read == [(1, 1), (10, 1), (19, 1)]
+    assert sorted(read) == [(1, 1), (10, 1), (19, 1)]
     read.clear()
     collect(path)
-    assert read == [(start, 4) for start in range(0, 20, 4)], "one sequential pass, a few large reads"
+    assert sorted(read) == [(chunk, 1) for chunk in range(20)], "each once, and hashed right after it was read"
+    read.clear()
+    collect(path, verify=False)
+    assert sorted(read) == [(start, 4) for start in range(0, 20, 4)], "a few large reads"
 
 
 def test_damage_elsewhere_does_not_concern_who_does_not_read_it(tmp_path: Path) -> None:
@@ -285,7 +289,30 @@ def test_a_name_that_is_not_there_is_named_before_any_sink_is_called(tmp_path: P
         pytest.fail("called")
 
     with pytest.raises(CheckpointDamagedError, match=r"x\.safetensors.*'model/v'"):
-        stream_tensors(path, read_header(path), {"model/w": sink, "model/v": sink})
+        stream_tensors(path, read_header(path), {"model/w": Target(sink=sink), "model/v": Target(sink=sink)})
+
+
+def test_what_follows_a_part_is_asked_before_anything_is_read_and_done_when_it_is_there(tmp_path: Path) -> None:
+    path, size = tmp_path / "x.safetensors", 3 * CHUNK_BYTES + 100
+    expected = entry("a", "U8", (size,))
+    write(path, [entry("before", "U8", (CHUNK_BYTES // 2,)), expected])
+    memory = bytearray(size)
+    asked: list[tuple[int, int]] = []
+    done: list[tuple[int, int]] = []
+
+    def follow(begin: int, end: int) -> Callable[[], None]:
+        assert not any(memory)
+        asked.append((begin, end))
+
+        def act() -> None:
+            assert memory[begin:end] == expected.data[begin:end]
+            done.append((begin, end))
+
+        return act
+
+    stream_tensors(path, read_header(path), {"a": Target(memoryview(memory), follow=follow)})
+    assert sorted(done) == asked
+    assert [0, *(end for _, end in asked)] == [*(begin for begin, _ in asked), size], "all of it, once"
 
 
 def test_an_error_of_a_sink_is_its_own_and_closes_the_file(tmp_path: Path) -> None:
@@ -297,7 +324,7 @@ def test_an_error_of_a_sink_is_its_own_and_closes_the_file(tmp_path: Path) -> No
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        stream_tensors(path, read_header(path), {"model/w": sink})
+        stream_tensors(path, read_header(path), {"model/w": Target(sink=sink)})
     assert open_descriptors() == before
 
 

@@ -19,7 +19,7 @@ from megaresume.store.attempts import Attempt, claim_attempt
 from megaresume.store.commit import CommitText, SaveReport, save_checkpoint
 from megaresume.store.control import ControlPlane
 from megaresume.store.discovery import Candidate, check_files
-from megaresume.store.shard import Entry, ShardIdentity, check_identity, read_header, stream_tensors
+from megaresume.store.shard import Entry, ShardIdentity, Target, check_identity, read_header, stream_tensors
 
 WRITING = ("makedirs", "write", "pwrite", "writev", "fsync", "rename", "link", "unlink", "rmdir")
 
@@ -192,8 +192,8 @@ def assert_whole(candidate: Candidate, *, world_size: int = 1) -> None:
         header = read_header(path, record=candidate.manifest.files[name])
         stem = name.removesuffix(".safetensors")
         check_identity(header, ShardIdentity(candidate.manifest.root_id, candidate.attempt, candidate.step, stem), path)
-        got = bytearray()
-        stream_tensors(path, header, {"model/w": lambda _, data, got=got: got.extend(data)})
+        got = bytearray(header.tensors["model/w"].end)
+        stream_tensors(path, header, {"model/w": Target(memoryview(got))})
         assert bytes(got) == content(candidate.attempt, candidate.step, rank)
 
 
