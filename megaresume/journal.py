@@ -10,9 +10,9 @@ from pathlib import Path
 from megaresume.audit import Audit, audit
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, read_attempts
-from megaresume.store.fs import JSON
 from megaresume.store.lineage import replay_reference
 from megaresume.store.steplog import EventLog, StepLine, StepLog, read_steps
+from megaresume.store.strict_json import JSON
 
 logger = logging.getLogger("megaresume.journal")
 

@@ -29,6 +29,7 @@ from megaresume.errors import (
 from megaresume.job import read_job
 from megaresume.journal import Journal
 from megaresume.megatron.parallel import reports_loss
+from megaresume.progress import is_unhealthy
 from megaresume.resume_request import Choice, Request, choose, is_uri, parse_request
 from megaresume.run_objects import TRAIN, RunObjects, Shared, agree_on_shape, find_place, gather_objects
 from megaresume.saver import Saver
@@ -38,8 +39,9 @@ from megaresume.stop import StopSignals
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, claim_attempt
 from megaresume.store.commit import SaveReport
-from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane, open_control_plane
+from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane
 from megaresume.store.references import Source
+from megaresume.store.rendezvous import open_control_plane
 from megaresume.store.retention import prune, remove_leftovers
 from megaresume.store.rootcheck import check_root
 from megaresume.watch import Watch, describe_job, tell_supervisor
@@ -96,13 +98,16 @@ class ResumeReport:
 class ResumeManager:
     """Makes a Megatron-style training loop stop anywhere and go on as if it had never stopped.
 
-    Args: root: directory of this run's checkpoints, shared by all ranks; made if it is not there. model: the model, or
-        the list of its virtual pipeline chunks, DDP-wrapped or not. optimizer: megatron-core's optimizer (distributed,
-        chained, plain) or a `torch.optim.Optimizer`; None trains nothing. scheduler: `OptimizerParamScheduler` or
-        another object with `state_dict()`. data: samplers by name; "train" is counted by `end_step`, others by
-        `advance`. save_every: steps between saves; None saves only on `save()`, on a stop and at the end. keep_last:
-        number of newest checkpoints that a save leaves; None keeps all. recycle: saves write over the files of
-        checkpoints that `keep_last` removed. Faster, for local disks only; see
+    Args:
+        root: directory of this run's checkpoints, shared by all ranks; made if it is not there.
+        model: the model, or the list of its virtual pipeline chunks, DDP-wrapped or not.
+        optimizer: megatron-core's (distributed, chained, plain) or a `torch.optim.Optimizer`; None trains nothing.
+        scheduler: `OptimizerParamScheduler` or another object with `state_dict()`.
+        data: samplers by name; "train" is counted by `end_step`, others by `advance`.
+        save_every: steps between saves; None saves only on `save()`, on a stop and at the end.
+        keep_last: number of newest checkpoints that a save leaves; None keeps all. Where loss or gradient norm were not
+            finite at any of these, the newest one before stays too.
+        recycle: saves write over the files of checkpoints that `keep_last` removed. Faster, for local disks only; see
             docs/explanation/saving.md.
         async_save: saves that `end_step` makes go on behind the training (Megatron's --async-save): it waits for one
             copy of this rank's state into memory kept for it. False: it waits for the commit, and needs no memory.
@@ -112,8 +117,8 @@ class ResumeManager:
             `state_dict`. Every rank saves and gets back its own.
         extra: JSON of your own for `trainer_state.json`; `manager.extra` is what was there at the resume, and may be
             changed.
-        resume_from: see `resume_request.parse_request`: None (newest, or a fresh start), "latest", a step, or a
-            directory.
+        resume_from: see `resume_request.parse_request`: None (newest, or a fresh start), "latest", "last_healthy" (the
+            newest whose loss was finite), a step, or a directory.
         start_fresh: allows a start from step 0 though an earlier one committed and nothing of it is readable.
         replay: "report" compares steps trained again with the log and says how they agree; "raise" also raises when
             they don't.
@@ -330,6 +335,12 @@ class ResumeManager:
         )
         self._saver.resumed(self.step if own and not restored.changes else None)
         self._scheduler_position = _position_of(self._objects.scheduler)
+        if state.healthy is False and not weights_only:
+            logger.warning(
+                'loss or gradient norm were not finite at step %d; resume_from="last_healthy" goes back to where they '
+                "were",
+                self.step,
+            )
         for line in (*restored.notes, *(f"not restored: {part}" for part in restored.left_out)):
             self._say(line)
         self._say(
@@ -630,7 +641,13 @@ class ResumeManager:
         def after_commit() -> None:
             if self._keep_last is not None:
                 try:
-                    prune(self.root, keep_last=self._keep_last, attempt=attempt.attempt, recycle=self._recycle)
+                    prune(
+                        self.root,
+                        keep_last=self._keep_last,
+                        attempt=attempt.attempt,
+                        recycle=self._recycle,
+                        unhealthy=is_unhealthy,
+                    )
                 except MegaresumeError as error:
                     # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.
                     logger.warning("no old checkpoint was removed: %s", error)
@@ -668,7 +685,7 @@ class ResumeManager:
     def _tell(self, error: BaseException) -> None:
         # Any attribute may be missing still: this may be an error of the constructor.
         request: Request | None = getattr(self, "_request", None)
-        looked = request is not None and request.kind in ("auto", "latest")
+        looked = request is not None and request.kind in ("auto", "latest", "last_healthy")
         tell_supervisor(
             error, step=getattr(self, "step", None), had_committed=looked and (self.root / layout.LATEST).exists()
         )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megaresume.progress import Progress, progress_of, read_progress
 from megaresume.restoring import Options, restore_first_valid
 from megaresume.run_objects import agree_on_shape, find_place, gather_objects
-from megaresume.store.control import DEFAULT_TIMEOUT_S, open_control_plane
+from megaresume.store.control import DEFAULT_TIMEOUT_S
+from megaresume.store.rendezvous import open_control_plane
 
 if TYPE_CHECKING:
     from megaresume.data.sampler import DataParallelBatchSampler

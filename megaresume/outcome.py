@@ -25,7 +25,7 @@ from megaresume.errors import (
     TopologyMismatchError,
     UnsupportedError,
 )
-from megaresume.store import fs
+from megaresume.store import fs, strict_json
 
 logger = logging.getLogger("megaresume.outcome")
 
@@ -86,7 +86,7 @@ def write_status(path: Path, outcome: str, reason: str, *, step: int | None, ran
     if not good and os.path.lexists(path):
         return
     status = Status(outcome, reason[:_MAX_REASON], step, rank, time.time())
-    data = fs.dump_json(asdict(status))
+    data = strict_json.dump_json(asdict(status))
     try:
         if good:
             fs.replace_file_durably(path, data)
@@ -112,7 +112,7 @@ def read_status(path: Path) -> Status | None:
     if not path.exists():
         return None
     try:
-        value = fs.read_json_strict(path, _MAX_BYTES)
+        value = strict_json.read_json_strict(path, _MAX_BYTES)
         outcome, reason = value["outcome"], value["reason"]
         if outcome not in EXIT_CODES or not isinstance(reason, str):
             raise ValueError(f"outcome {outcome!r} is none of {', '.join(EXIT_CODES)}")

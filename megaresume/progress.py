@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from megaresume.errors import CheckpointNotFoundError
+from megaresume.errors import CheckpointNotFoundError, MegaresumeError
 from megaresume.state import trainer_state
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
 from megaresume.store.discovery import find_candidates, open_checkpoint
+
+logger = logging.getLogger("megaresume.progress")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ def read_progress(root: str | PathLike[str]) -> Progress:
         reasons = "".join(f"\n  {each.path.name}: {each.reason}" for each in passed)
         raise CheckpointNotFoundError(f"{path} holds no checkpoint that a run could resume from{reasons}")
     return progress_of(candidates[0].path)
+
+
+def is_unhealthy(checkpoint: Path) -> bool:
+    """Whether loss or gradient norm of a checkpoint's last step were not finite. One whose `trainer_state.json` cannot
+    be read is none to go back to either; one that says nothing of its health is taken for healthy."""
+    try:
+        return progress_of(checkpoint).state.healthy is False
+    except MegaresumeError as error:
+        logger.warning("not taken for healthy: %s", error)
+        return True
 
 
 def progress_of(checkpoint: Path) -> Progress:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megaresume.errors import CheckpointNotFoundError, ConfigurationError
 from megaresume.job import Job
+from megaresume.progress import is_unhealthy
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, read_attempts
 from megaresume.store.discovery import Candidate, Passed, find_candidates, open_checkpoint
@@ -21,7 +22,8 @@ _ON_PURPOSE = "To start again here on purpose: start_fresh=True."
 
 @dataclass(frozen=True)
 class Request:
-    """`kind` is "auto" (newest or a fresh start), "latest" (newest, must exist), "step" (of this root), "directory"."""
+    """`kind` is "auto" (newest or a fresh start), "latest" (newest, must exist), "last_healthy" (the newest of them
+    whose loss was finite), "step" (of this root), "directory"."""
 
     kind: str
     step: int | None = None
@@ -48,6 +50,7 @@ def parse_request(value: int | str | PathLike[str] | None) -> Request:
     ================================  ====================================================================
     None, "auto"                      newest checkpoint of this branch, a fresh start where none was committed
     "latest"                          the same, but there must be one
+    "last_healthy"                    the newest one at which loss and gradient norm were finite
     an int, a string of digits        that step of this root
     a path to a directory             that checkpoint; the root's own newest wins once there is one
     ================================  ====================================================================
@@ -57,7 +60,9 @@ def parse_request(value: int | str | PathLike[str] | None) -> Request:
     if value is None:
         return Request("auto")
     if isinstance(value, bool) or not isinstance(value, (int, str, PathLike)):
-        raise ConfigurationError(f"resume_from must be None, a step, a directory or 'latest', found {value!r}")
+        raise ConfigurationError(
+            f"resume_from must be None, a step, a directory, 'latest' or 'last_healthy', found {value!r}"
+        )
     if isinstance(value, int):
         if value < 0:
             raise ConfigurationError(f"resume_from: a step is at least 0, found {value}")
@@ -68,7 +73,7 @@ def parse_request(value: int | str | PathLike[str] | None) -> Request:
             f"resume_from: {text!r} is a URI; checkpoints are read from local or mounted directories"
         )
     if isinstance(value, str):
-        if text in ("auto", "latest"):
+        if text in ("auto", "latest", "last_healthy"):
             return Request(text)
         if text.isascii() and text.isdigit():
             return Request("step", step=int(text))
@@ -118,6 +123,13 @@ def choose(root: Path, request: Request, *, job: Job, start_fresh: bool) -> Choi
     candidates, passed = find_candidates(root)
     if request.kind == "step" or _is_own(request.directory, root):
         return _choose_own(root, request, candidates, passed, job)
+    if request.kind == "last_healthy":
+        unhealthy = [each for each in candidates if is_unhealthy(each.path)]
+        reason = "loss or gradient norm of its last step were not finite"
+        candidates = [each for each in candidates if each not in unhealthy]
+        passed = sorted(
+            [*passed, *(Passed(each.path, each.step, reason) for each in unhealthy)], key=lambda one: -one.step
+        )
     if candidates:
         followed = None
         if request.directory is not None:
@@ -186,7 +198,7 @@ def _went_back(attempts: Sequence[Attempt], step: int | None, job: str | None) -
 def _check_fresh_start(root: Path, request: Request, passed: Sequence[Passed], job: Job) -> None:
     """Raise CheckpointNotFoundError where beginning again would bury a history, or begin one in the wrong directory."""
     listed = "".join(f"\n  {each.path.name}: {each.reason}" for each in passed) or "\n  (no step directory is there)"
-    if request.kind == "latest":
+    if request.kind in ("latest", "last_healthy"):
         raise CheckpointNotFoundError(
             f"{root}: no checkpoint can be resumed from, though one was asked for.{listed}\nCheck the path; where "
             "there is none, a run without resume_from starts from step 0."

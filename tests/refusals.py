@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from megaresume.errors import MegaresumeError
-from megaresume.store import fs, layout
+from megaresume.store import layout, strict_json
 from megaresume.store.manifest import FileRecord, parse_manifest, to_json
 from megaresume.store.shard import Entry, read_header, write_shard
 from tests.harness import Loop, Outcome, differences, digest, open_manager, run, start, train_steps
@@ -144,7 +144,7 @@ def reseal(checkpoint: Path, **changes: Any) -> None:
     state = FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
     total = state.size + sum(record.size for record in manifest.files.values())
     value = to_json(replace(manifest, trainer_state=state, total_bytes=total))
-    (checkpoint / layout.MANIFEST).write_bytes(fs.dump_json(value))
+    (checkpoint / layout.MANIFEST).write_bytes(strict_json.dump_json(value))
 
 
 def forget_stream(checkpoint: Path, stream: str) -> None:

@@ -149,11 +149,11 @@ def test_only_the_megatron_part_imports_megatron_core() -> None:
     assert strangers == []
 
 
-def test_the_store_knows_torch_in_its_control_plane_alone() -> None:
+def test_the_store_knows_torch_only_where_ranks_find_their_control_plane() -> None:
     users = {
         each.importer for each in imports() if each.target.split(".")[0] == "torch" and room(each.importer) == "store"
     }
-    assert users <= {"megaresume.store.control"}
+    assert users <= {"megaresume.store.rendezvous"}
 
 
 def test_nothing_that_executes_what_it_reads_is_imported() -> None:

@@ -22,8 +22,11 @@ from tests.harness import (
     assert_continues,
     differences,
     digest,
+    go_on,
+    open_manager,
     run,
     start,
+    train_steps,
     tree,
 )
 from tests.ranks import Ranks
@@ -50,6 +53,7 @@ def test_u05_the_table_of_resume_from(tmp_path: Path) -> None:
         (None, ("auto", None)),
         ("auto", ("auto", None)),
         ("latest", ("latest", None)),
+        ("last_healthy", ("last_healthy", None)),
         (0, ("step", 0)),
         (1200, ("step", 1200)),
         ("1200", ("step", 1200)),
@@ -205,3 +209,36 @@ def test_the_one_call_refuses_alike(ranks: Ranks, whole: tuple[Path, list[Outcom
     assert_refused([each[0] for each in per_rank], named.CheckpointDamagedError, SECOND, "missing")
     assert [each[1] for each in per_rank] == [4, 4]
     assert tree(root) == before
+
+
+def go_astray(config: SmallModel, root: Path) -> dict[str, Any]:
+    """Train to step 2, then three steps whose loss is not finite, and resume in both ways; each step is saved."""
+    loop = start(config)
+    with open_manager(loop, root, save_every=1, keep_last=2) as manager:
+        manager.resume()
+        for _ in train_steps(loop, manager, 2):
+            pass
+        for _ in range(3):
+            next(iter(loop.sampler))
+            loop.run.scheduler.step(config.global_batch_size)
+            manager.end_step(loss=float("nan"), grad_norm=1.0)
+    there = sorted(path.name for path in root.glob("step-*"))
+    said = Waiting()
+    logging.getLogger("megaresume").addHandler(said)
+    newest = go_on(start(config), root, 0).report
+    logging.getLogger("megaresume").removeHandler(said)
+    healthy = go_on(start(config), root, 0, resume_from="last_healthy").report
+    return {"there": there, "newest": newest, "healthy": healthy, "said": said.lines}
+
+
+def test_a18_a_run_gone_astray_goes_back_to_where_its_loss_was_finite(ranks: Ranks, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for told in ranks.run(go_astray, SmallModel(), root, world_size=1):
+        assert told["there"] == ["step-00000002", "step-00000004", "step-00000005"]
+        assert told["newest"].step == 5, "the run as it was, where nothing else is asked for"
+        assert any("not finite at step 5" in line and "last_healthy" in line for line in told["said"])
+        assert told["healthy"].step == 2
+        assert [name for name, reason in told["healthy"].passed if "not finite" in reason] == [
+            "step-00000005",
+            "step-00000004",
+        ]

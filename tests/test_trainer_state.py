@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from megaresume.errors import FormatError, TrainerStateError
 from megaresume.state import trainer_state
-from megaresume.state.trainer_state import MAX_DEPTH, SCHEMA_VERSION, TrainerState, dumps, loads, read
+from megaresume.state.document import MAX_BYTES, MAX_DEPTH
+from megaresume.state.trainer_state import SCHEMA_VERSION, TrainerState, dumps, loads, read
 from megaresume.topology import Topology
 
 FULL = TrainerState(
@@ -276,11 +277,11 @@ def test_nesting_that_was_written_can_be_read() -> None:
 def test_oversize_is_refused_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trainer_state.json"
     with path.open("wb") as stream:
-        stream.truncate(trainer_state.MAX_BYTES + 1)
+        stream.truncate(MAX_BYTES + 1)
     with pytest.raises(TrainerStateError, match=f"{path}: expected at most 16777216 bytes, found more"):
         read(path)
     with pytest.raises(TrainerStateError, match="keep `extra` small"):
-        dumps(dataclasses.replace(SMALL, extra={"log": "x" * trainer_state.MAX_BYTES}))
+        dumps(dataclasses.replace(SMALL, extra={"log": "x" * MAX_BYTES}))
 
 
 @settings(max_examples=150, deadline=None)

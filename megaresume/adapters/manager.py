@@ -37,7 +37,8 @@ from megaresume.run_objects import Shared, find_place, gather_objects
 from megaresume.state.description import Parameter
 from megaresume.state.registered import Registered
 from megaresume.store import layout
-from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane, open_control_plane
+from megaresume.store.control import DEFAULT_TIMEOUT_S, ControlPlane
+from megaresume.store.rendezvous import open_control_plane
 from megaresume.store.rootcheck import check_root
 from megaresume.watch import Watch
 

@@ -22,7 +22,7 @@ import torch
 
 from megaresume.adapters.assemble import assemble_weights
 from megaresume.errors import CheckpointNotFoundError, ConfigurationError, FormatError, UnsupportedError
-from megaresume.store import fs
+from megaresume.store import fs, strict_json
 from megaresume.store.manifest import Manifest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -82,7 +82,7 @@ def read_peft(directory: Path) -> PeftAdapter:
         if not (directory / name).is_file():
             found = ", ".join(sorted(os.listdir(directory))[:8]) if directory.is_dir() else "no such directory"
             raise CheckpointNotFoundError(f"{directory}: expected {CONFIG} and {WEIGHTS}, found: {found}")
-    config = fs.read_json_strict(directory / CONFIG, _MAX_CONFIG_BYTES)
+    config = strict_json.read_json_strict(directory / CONFIG, _MAX_CONFIG_BYTES)
     source = directory / CONFIG
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UnsupportedError(f"{source}: expected a LoRA adapter (peft_type LORA)")

@@ -22,7 +22,7 @@ from typing import Any
 
 from megaresume.errors import CheckpointDamagedError, ConfigurationError
 from megaresume.outcome import EXIT_CODES
-from megaresume.store import fs
+from megaresume.store import strict_json
 
 logger = logging.getLogger("megaresume.launch.records")
 
@@ -95,20 +95,22 @@ class Launch:
     # --- the leader writes -------------------------------------------------------------------------------------------
 
     def write_try(self, record: Try) -> None:
-        fs.write_json_durably(self.directory / f"try-{record.number:04d}.json", asdict(record))
+        strict_json.write_json_durably(self.directory / f"try-{record.number:04d}.json", asdict(record))
 
     def write_try_end(self, number: int, end: End) -> None:
-        fs.write_json_durably(self.directory / f"try-{number:04d}.end.json", asdict(end))
+        strict_json.write_json_durably(self.directory / f"try-{number:04d}.end.json", asdict(end))
 
     def write_end(self, end: End) -> None:
-        fs.write_json_durably(self.directory / _END, asdict(end))
+        strict_json.write_json_durably(self.directory / _END, asdict(end))
 
     def write_failed(self, number: int, host: str, reason: str) -> None:
         """By any supervisor whose part of a try is lost; of several the last one stays."""
-        fs.write_json_durably(self.directory / f"try-{number:04d}.failed.json", {"host": host, "reason": reason})
+        strict_json.write_json_durably(
+            self.directory / f"try-{number:04d}.failed.json", {"host": host, "reason": reason}
+        )
 
     def write_requeue(self, *, requeued: bool, why: str, time: float) -> None:
-        fs.write_json_durably(self.directory / _REQUEUE, {"requeued": requeued, "why": why, "time": time})
+        strict_json.write_json_durably(self.directory / _REQUEUE, {"requeued": requeued, "why": why, "time": time})
 
     # --- anyone reads ------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        value = fs.read_json_strict(path, _MAX_BYTES)
+        value = strict_json.read_json_strict(path, _MAX_BYTES)
         if not isinstance(value, dict):
             raise CheckpointDamagedError(f"{path}: a {type(value).__name__} where an object was expected")
     except CheckpointDamagedError as error:

@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 
 from megaresume.errors import ConfigurationError, TrainerStateError
+from megaresume.state.document import parse_document, read_bytes, wrong_field
 from megaresume.state.trainer_state import (
     SCHEMA_VERSION,
     TrainerState,
@@ -22,10 +23,7 @@ from megaresume.state.trainer_state import (
     dumps,
     from_document,
     number,
-    parse_document,
-    read_bytes,
     whole_number,
-    wrong_field,
 )
 from megaresume.topology import JSON
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.errors import CheckpointDamagedError, FormatError, RootError
-from megaresume.store import fs, layout
-from megaresume.store.fs import JSON
+from megaresume.store import fs, layout, strict_json
 from megaresume.store.manifest import parse_manifest
+from megaresume.store.strict_json import JSON
 
 logger = logging.getLogger("megaresume.store.attempts")
 
@@ -105,7 +105,7 @@ def claim_attempt(
                 root_id=earlier[0].root_id if earlier else root_id or secrets.token_hex(16),
                 changes=tuple(changes),
             )
-            fs.write_file_durably(temporary, fs.dump_json(attempt.to_json()))
+            fs.write_file_durably(temporary, strict_json.dump_json(attempt.to_json()))
             if _claimed(temporary, directory / layout.attempt_file(attempt.attempt)):
                 _unlink_quietly(temporary)
                 fs.fsync_directory(directory)
@@ -195,7 +195,7 @@ def _attempt_numbers(root: Path) -> list[int]:
 
 def _read_attempt(path: Path, number: int) -> Attempt:
     try:
-        return _parse_attempt(fs.read_json_strict(path, MAX_ATTEMPT_BYTES), number)
+        return _parse_attempt(strict_json.read_json_strict(path, MAX_ATTEMPT_BYTES), number)
     except (CheckpointDamagedError, ValueError) as error:
         found = str(error).removeprefix(f"{path}: ").rstrip(".")
         raise CheckpointDamagedError(

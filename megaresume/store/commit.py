@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from megaresume.errors import CheckpointDamagedError, FormatError, MegaresumeError, SaveError, SupersededError
-from megaresume.store import fs, layout
+from megaresume.store import fs, layout, strict_json
 from megaresume.store.attempts import Attempt, newest_attempt_number, read_attempts
 from megaresume.store.control import ControlPlane
 from megaresume.store.manifest import FileRecord, Manifest, Reference, parse_manifest, to_json
@@ -238,7 +238,7 @@ def _write_texts(
         versions=text.versions,
         references=references,
     )
-    data = fs.dump_json(to_json(manifest))
+    data = strict_json.dump_json(to_json(manifest))
 
     def write() -> None:
         _check_all_visible(staging, files)

@@ -1,4 +1,4 @@
-"""Files: every system call that changes the disk, and strict JSON in both directions.
+"""Files: every system call that changes the disk.
 
 All writing of the store goes through the small functions here, so that a test can make the k-th call fail and a reader
 of the code can see in one place what is made durable and when. Knows nothing of checkpoints: neither names nor formats.
@@ -13,34 +13,24 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import json
-import math
 import os
-import re
 import secrets
 import signal
 import stat
-import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from megaresume.errors import CheckpointDamagedError, ConfigurationError
+from megaresume.errors import CheckpointDamagedError
 
-JSON: TypeAlias = Any  # what `json` reads and writes; a recursive alias would only move the casts to every caller
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-MAX_JSON_DEPTH = 100  # objects and lists within one another: well below where recursion ends, in every reader
-_MAX_DIGITS = 4_300  # of an integer: the interpreter's own limit since 3.10.7, unless somebody lifts it
 _MAX_VECTORS = 1_024  # IOV_MAX of Linux and macOS
 _LIBC = ctypes.CDLL(None, use_errno=True)  # for the two calls of Linux that Python has no name for
 _SYNC_FILE_RANGE_WRITE = 2
 _AHEAD_STEP = 1 << 20
 _F_SETSIG = 10
-_interpreters_digits = getattr(sys, "get_int_max_str_digits", lambda: 0)
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 # --- directories and names -------------------------------------------------------------------------------------------
@@ -226,11 +216,6 @@ def replace_file_durably(path: Path, data: Buffer) -> None:
     fsync_directory(path.parent)
 
 
-def write_json_durably(path: Path, value: JSON) -> None:
-    """Put `value` at `path` as strict JSON, old or new but never torn. Raises as `dump_json` does, nothing written."""
-    replace_file_durably(path, dump_json(value))
-
-
 def temporary_name(path: Path) -> Path:
     """A name beside `path` that no other process, on any host, will think of."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
@@ -310,120 +295,3 @@ def unreadable(path: Path, error: Exception) -> CheckpointDamagedError:
         return CheckpointDamagedError(f"{path}: the file is missing.")
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return CheckpointDamagedError(f"{path}: the file cannot be read: {reason}.")
-
-
-# --- strict JSON -----------------------------------------------------------------------------------------------------
-
-
-def dump_json(value: JSON) -> bytes:
-    """`value` as UTF-8 JSON, two spaces deep, with a final newline. Raises as `compact_json` does."""
-    _check_writable(value)
-    return (json.dumps(value, allow_nan=False, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
-
-
-def compact_json(value: JSON, *, sort_keys: bool = False) -> str:
-    """`value` as JSON on one line, without spaces; with `sort_keys`, one text for one value, fit for a digest.
-
-    Raises `ConfigurationError` naming the place for what strict JSON does not hold: NaN and infinities, keys that are
-    no strings, objects of other types (NumPy integers, tensors), half surrogate pairs, over `MAX_JSON_DEPTH` levels.
-    """
-    _check_writable(value)
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys)
-
-
-def read_json_strict(path: Path, max_bytes: int) -> JSON:
-    """The JSON value in a file. Raises `CheckpointDamagedError` as `read_bytes` and `parse_json` do."""
-    return parse_json(read_bytes(path, max_bytes=max_bytes), source=str(path))
-
-
-def parse_json(data: bytes, *, source: str) -> JSON:
-    """The JSON value in `data`; `source` names it in errors.
-
-    Stricter than `json.loads`: UTF-8 only, no byte order mark, no NaN or number beyond a float's range, no key twice in
-    an object, no half surrogate pair, at most `MAX_JSON_DEPTH` levels. Raises `CheckpointDamagedError` for these and
-    for what is no JSON at all.
-    """
-    try:
-        value = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_object_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-            parse_int=None if 0 < _interpreters_digits() <= _MAX_DIGITS else _bounded_int,  # its own check is faster
-        )
-        _check_depth(value)
-        if _SURROGATE_ESCAPE.search(data):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (RecursionError, ValueError) as error:
-        message = f"{source}: expected strict JSON, found {len(data)} bytes that are not: {error}."
-        raise CheckpointDamagedError(message) from error
-    return value
-
-
-def _object_without_duplicates(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"key {twice[:80]!r} stands twice in one object")
-    return result
-
-
-def _refuse_constant(text: str) -> JSON:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"number {text[:40]} is beyond a float's range")
-    return number
-
-
-def _bounded_int(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits")
-    return int(text)
-
-
-def _check_depth(value: JSON) -> None:
-    level: list[JSON] = [[value]]
-    depth = 0
-    while level := [
-        child
-        for item in level
-        for child in (item.values() if type(item) is dict else item)
-        if type(child) is dict or type(child) is list
-    ]:
-        depth += 1
-        if depth > MAX_JSON_DEPTH:
-            raise ValueError(f"more than {MAX_JSON_DEPTH} levels deep")
-
-
-def _check_writable(value: JSON, where: str = "value", depth: int = 0) -> None:
-    if depth == MAX_JSON_DEPTH and isinstance(value, (dict, list, tuple)):
-        raise ConfigurationError(f"{where}: more than {MAX_JSON_DEPTH} levels deep, which our readers refuse.")
-    if isinstance(value, str):
-        _check_text(value, where)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ConfigurationError(f"{where}: JSON has no {value}; leave it out, or write it as a string.")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                found = f"{key!r} of type {type(key).__name__}"
-                raise ConfigurationError(f"{where}: keys of a JSON object are strings, found {found}.")
-            _check_text(key, where)
-            _check_writable(item, f"{where}.{key}", depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for position, item in enumerate(value):
-            _check_writable(item, f"{where}[{position}]", depth + 1)
-    elif not (value is None or isinstance(value, int)):
-        found = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise ConfigurationError(f"{where}: JSON holds no {found}; convert it to a plain number, string or list.")
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(f"{where}: {text!r} holds half a surrogate pair, which is no text.") from error

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from megaresume.errors import CheckpointDamagedError, FormatError
-from megaresume.store import fs
+from megaresume.store import fs, strict_json
 from megaresume.store.layout import SHARD_SUFFIX, TRAINER_STATE
 from megaresume.store.shard import ShardRecord
 
@@ -98,7 +98,7 @@ def parse_manifest(path: Path) -> Manifest:
 
     Raises `CheckpointDamagedError` naming the field, expected and found; `FormatError` where a newer release wrote it.
     """
-    value = fs.read_json_strict(path, MAX_MANIFEST_BYTES)
+    value = strict_json.read_json_strict(path, MAX_MANIFEST_BYTES)
     if not isinstance(value, dict):
         raise CheckpointDamagedError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     version = _count(value, "format_version", path)
@@ -146,7 +146,7 @@ def read_trainer_state(directory: Path, manifest: Manifest) -> bytes:
 
 def _digest(value: Mapping[str, Any]) -> str:
     """Of the object without its `digest`, keys sorted and without spaces: the same however the file is laid out."""
-    text = fs.compact_json({key: item for key, item in value.items() if key != "digest"}, sort_keys=True)
+    text = strict_json.compact_json({key: item for key, item in value.items() if key != "digest"}, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8"))
 
 

@@ -1,8 +1,9 @@
 """What is removed from a root: checkpoints beyond the last N of the branch, and what cut-off saves left behind.
 
 On rank 0 only, after a commit or a claim, never before. The newest checkpoint whose files are all there is never
-removed, nor anything megaresume did not write, nor what lies off the branch: somebody may mean to return there. A
-removal never fails a save: what cannot be removed is said in the log and tried again the next time.
+removed, nor the newest one of a healthy state, nor anything megaresume did not write, nor what lies off the branch:
+somebody may mean to return there. A removal never fails a save: what cannot be removed is said in the log and tried
+again the next time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaresume.errors import CheckpointDamagedError, ConfigurationError
@@ -23,9 +24,19 @@ from megaresume.store.references import referred_to
 logger = logging.getLogger("megaresume.store.retention")
 
 
-def prune(root: Path, *, keep_last: int, attempt: int, recycle: bool = False) -> list[Path]:
+def prune(
+    root: Path,
+    *,
+    keep_last: int,
+    attempt: int,
+    recycle: bool = False,
+    unhealthy: Callable[[Path], bool] = lambda path: False,
+) -> list[Path]:
     """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had. With `recycle` the
     files of the one removed last stay out of sight, for the next save to write over.
+
+    `unhealthy` tells of a checkpoint's directory whether its run had gone astray by then. Where all that would stay are
+    so, the newest one that is not stays too.
 
     Removes nothing where an attempt newer than `attempt` exists, for then this process is an orphan. Raises
     `ConfigurationError` for a `keep_last` below 1, else only what listing the root raises.
@@ -40,6 +51,11 @@ def prune(root: Path, *, keep_last: int, attempt: int, recycle: bool = False) ->
         return []
     candidates, passed = find_candidates(root)
     beyond = _beyond(candidates, keep_last)
+    if beyond and all(unhealthy(each.path) for each in candidates if each not in beyond):
+        healthy = next((each for each in beyond if not unhealthy(each.path)), None)
+        if healthy is not None:
+            logger.warning("%s: %s kept: all newer checkpoints are of an unhealthy state", root, healthy.path.name)
+            beyond = [each for each in beyond if each is not healthy]
     staying = [each.manifest for each in candidates if each not in beyond]
     needed = referred_to([*staying, *(each.manifest for each in passed if each.manifest is not None)])
     held = [each for each in beyond if (each.step, each.attempt) in needed]

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from megaresume.errors import CheckpointDamagedError, ConfigurationError, FormatError
-from megaresume.store import fs
+from megaresume.store import strict_json
 
 SHARD_VERSION = 1
 CHUNK_BYTES = 1 << 20  # of the data section, each under a digest of its own
@@ -101,12 +101,12 @@ def encode_head(spans: Sequence[TensorSpan], *, identity: ShardIdentity, index: 
         "attempt": str(identity.attempt),
         "step": str(identity.step),
         "coordinate": identity.coordinate,
-        "index": fs.compact_json(dict(index)),
+        "index": strict_json.compact_json(dict(index)),
     }
     table: dict[str, Any] = {METADATA: metadata}
     for span in spans:
         table[span.name] = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [span.begin, span.end]}
-    text = fs.compact_json(table).encode("utf-8")
+    text = strict_json.compact_json(table).encode("utf-8")
     assert text.startswith(_BEFORE_DIGESTS)
     padded = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
     if padded > MAX_TEXT_BYTES:
@@ -134,11 +134,11 @@ def parse_head(head: bytes, *, size: int, path: Path) -> ShardHeader:
     Raises `CheckpointDamagedError` naming file, expected and found; `FormatError` for a safetensors file that is no
     shard of ours, or one of a newer version.
     """
-    table = fs.parse_json(head[LENGTH_BYTES:], source=f"{path} (header)")
+    table = strict_json.parse_json(head[LENGTH_BYTES:], source=f"{path} (header)")
     if not isinstance(table, dict):
         raise CheckpointDamagedError(f"{path}: expected a header that is a JSON object, found {type(table).__name__}.")
     metadata = _parse_metadata(table.pop(METADATA, {}), path)
-    index = fs.parse_json(_text(metadata, "index", path).encode("utf-8"), source=f"{path} (index)")
+    index = strict_json.parse_json(_text(metadata, "index", path).encode("utf-8"), source=f"{path} (index)")
     if not isinstance(index, dict):
         raise CheckpointDamagedError(f"{path}: expected an index that is a JSON object, found {type(index).__name__}.")
     data_bytes = size - len(head)

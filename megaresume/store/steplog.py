@@ -17,8 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from megaresume.errors import CheckpointDamagedError
-from megaresume.store import fs
-from megaresume.store.fs import JSON
+from megaresume.store import fs, strict_json
+from megaresume.store.strict_json import JSON
 
 logger = logging.getLogger("megaresume.store.steplog")
 
@@ -110,7 +110,7 @@ class _Lines:
         self._torn = False  # the file does not end with a newline: the next line would grow onto a broken one
 
     def append(self, fields: JSON) -> None:
-        data = fs.compact_json(fields).encode("utf-8") + b"\n"
+        data = strict_json.compact_json(fields).encode("utf-8") + b"\n"
         try:
             if self._descriptor is None:
                 self._torn = _ends_torn(self._path)
@@ -166,7 +166,7 @@ def _read_lines(path: Path, after_step: int | None) -> Iterator[dict[str, JSON]]
         if not data.strip():
             continue
         try:
-            value = fs.parse_json(data, source=f"{path} line {number}")
+            value = strict_json.parse_json(data, source=f"{path} line {number}")
         except CheckpointDamagedError:
             value = None
         if not isinstance(value, dict):

@@ -42,15 +42,20 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    root = tmp_path_factory.mktemp("whole") / "root"
-    with supervise(root, steps=STEPS) as run:
-        assert run.finish() == 0, run.text()
-    return losses(root)
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """A run that nobody stops; it trains while the other one's story, which mostly waits, is being told."""
+    with supervise(tmp_path_factory.mktemp("whole") / "root", steps=STEPS) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def reference(untouched: Supervised) -> dict[int, str]:
+    assert untouched.finish() == 0, untouched.text()
+    return losses(untouched.root)
+
+
+@pytest.fixture(scope="module")
+def story(untouched: Supervised, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     root = tmp_path_factory.mktemp("story") / "root"
     told = Story(root)
     with supervise(root, steps=STEPS, TRAINEE_STEP_S=STEP_S, TRAINEE_WORKERS="2") as run:

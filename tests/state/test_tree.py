@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megaresume.errors import FormatError, UnsupportedError
 from megaresume.state.tree import MAX_DEPTH, from_json, tensor_names, to_json
-from megaresume.store.fs import compact_json, parse_json
+from megaresume.store.strict_json import compact_json, parse_json
 from tests.state.objects import frozen
 
 

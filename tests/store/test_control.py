@@ -15,7 +15,8 @@ import pytest
 
 from megaresume.errors import CheckpointDamagedError, MegaresumeError, SaveError, TopologyMismatchError
 from megaresume.store import control as control_module
-from megaresume.store.control import ControlPlane, open_control_plane
+from megaresume.store.control import ControlPlane
+from megaresume.store.rendezvous import open_control_plane
 from tests.store.worlds import MemoryStore, run_ranks
 
 

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from megaresume.errors import CheckpointDamagedError, ConfigurationError, FormatError
-from megaresume.store import fs
+from megaresume.store import strict_json
 from megaresume.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_manifest, read_trainer_state, to_json
 from megaresume.store.shard import ShardRecord
 
@@ -42,7 +42,7 @@ def a_manifest(files: int = 2) -> Manifest:
 
 
 def written(path: Path, manifest: Manifest) -> Path:
-    fs.write_json_durably(path / "manifest.json", to_json(manifest))
+    strict_json.write_json_durably(path / "manifest.json", to_json(manifest))
     return path / "manifest.json"
 
 
@@ -50,9 +50,9 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """The manifest with one change and, as a hostile or a buggy writer would have it, with the digest that fits it."""
     value = to_json(a_manifest())
     change(value)
-    text = fs.compact_json({key: item for key, item in value.items() if key != "digest"}, sort_keys=True)
+    text = strict_json.compact_json({key: item for key, item in value.items() if key != "digest"}, sort_keys=True)
     value["digest"] = xxhash.xxh3_128_hexdigest(text.encode())
-    fs.write_json_durably(path / "manifest.json", value)
+    strict_json.write_json_durably(path / "manifest.json", value)
     return path / "manifest.json"
 
 
@@ -251,7 +251,7 @@ def test_its_size_does_not_depend_on_bytes(tmp_path: Path) -> None:
     manifest = a_manifest()
     large = {name: dataclasses.replace(record, size=10**12) for name, record in manifest.files.items()}
     larger = dataclasses.replace(manifest, files=large, total_bytes=700 + 2 * 10**12)
-    assert abs(len(fs.dump_json(to_json(larger))) - len(fs.dump_json(to_json(manifest)))) < 100
+    assert abs(len(strict_json.dump_json(to_json(larger))) - len(strict_json.dump_json(to_json(manifest)))) < 100
 
 
 def test_the_trainer_state_is_what_was_committed_or_damage(tmp_path: Path) -> None:

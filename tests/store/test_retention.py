@@ -163,3 +163,14 @@ def test_leftovers_of_older_attempts_go_and_a_save_under_way_stays(tmp_path: Pat
 def test_keeping_none_is_refused(tmp_path: Path, keep_last: int) -> None:
     with pytest.raises(ConfigurationError, match="at least 1"):
         prune(tmp_path, keep_last=keep_last, attempt=1)
+
+
+@pytest.mark.parametrize(("finite", "stay"), [((10, 20), [20, 40, 50]), ((10, 50), [40, 50]), ((), [40, 50])])
+def test_a18_the_newest_healthy_checkpoint_outlives_the_last_n(
+    finite: tuple[int, ...], stay: list[int], tmp_path: Path
+) -> None:
+    attempt = claim(tmp_path)
+    save_alone(tmp_path, attempt, 10, 20, 30, 40, 50)
+    healthy = {tmp_path / layout.step_directory(step) for step in finite}
+    prune(tmp_path, keep_last=2, attempt=attempt.attempt, unhealthy=lambda path: path not in healthy)
+    assert steps(tmp_path) == stay

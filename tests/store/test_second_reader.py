@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.store import fs, layout
+from megaresume.store import fs, layout, strict_json
 from megaresume.store.attempts import read_attempts
 from megaresume.store.manifest import FileRecord, Manifest, parse_manifest, to_json
 from megaresume.store.shard import DTYPE_BYTES, Entry, ShardIdentity, ShardRecord, write_shard
@@ -133,7 +133,7 @@ def write_checkpoint(root: Path, run: dict[str, tuple[str, np.ndarray[Any, Any]]
         total_bytes=len(state) + sum(record.size for record in files.values()),
         versions={},
     )
-    fs.write_json_durably(checkpoint / layout.MANIFEST, to_json(manifest))
+    strict_json.write_json_durably(checkpoint / layout.MANIFEST, to_json(manifest))
     return checkpoint
 
 
@@ -242,4 +242,4 @@ def test_dtypes_and_limits_are_those_of_the_code() -> None:
         assert f"`{name}`" in SPECIFICATION
     assert layout.staging_directory(1200, 3) == ".staging-step-00001200-a000003"
     assert layout.aside_directory(1200, 3, ["step-00001200.a0003"]) == "step-00001200.a0003.2"
-    assert f"at most {fs.MAX_JSON_DEPTH} objects and lists" in SPECIFICATION
+    assert f"at most {strict_json.MAX_JSON_DEPTH} objects and lists" in SPECIFICATION

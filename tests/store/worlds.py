@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megaresume.store import fs
+from megaresume.store import fs, strict_json
 from megaresume.store.attempts import Attempt, claim_attempt
 from megaresume.store.commit import CommitText, SaveReport, save_checkpoint
 from megaresume.store.control import ControlPlane
@@ -158,7 +158,7 @@ def save(
     def text() -> CommitText:
         if describe is not None:
             describe()
-        state = fs.dump_json({"global_step": step, "attempt": attempt.attempt})
+        state = strict_json.dump_json({"global_step": step, "attempt": attempt.attempt})
         return CommitText(state, {"tp": control.world_size}, {"layers": 2}, {"megaresume": "test"})
 
     return save_checkpoint(
