@@ -33,7 +33,7 @@ help:
 	@echo "make slurm-test  all kinds of stops on a real Slurm, started here (25 minutes; root, or Slurm installed)"
 	@echo "make slurm-short the three kinds that CI runs (under 3 minutes)"
 	@echo "make lint        ruff and mypy"
-	@echo "make bench       saving and loading, beside the peers and what this machine allows (10 to 20 minutes)"
+	@echo "make bench       saving and loading, beside the peers and what this machine allows (25 minutes)"
 	@echo "make gpu-check   saves from a CUDA device, on a machine that has one"
 	@echo "make bench-data  how long the sampler takes to its first batch"
 	@echo "make bench-adapters  32 adapters saved one by one, beside one save of the same bytes"

@@ -56,7 +56,7 @@ __all__ = [
 _BATCH_BYTES = 4 * CHUNK_BYTES
 
 _WRITE_BACK_BYTES = 8 * _BATCH_BYTES
-_READERS = 2  # threads; more do not make memory or one disk faster
+_READERS = 2  # threads; more make memory no faster, and get in the way of other ranks of the host
 _AHEAD_BYTES = 64 << 20  # what a disk gives while a restore is planned; little, should nobody come for it
 
 # Takes (byte offset inside the tensor, bytes): several times for a large tensor, never for one without bytes, from

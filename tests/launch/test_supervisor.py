@@ -66,7 +66,7 @@ def story(untouched: Supervised, tmp_path_factory: pytest.TempPathFactory) -> It
             time.sleep(0.05)
         told.chapter_ended("three SIGTERMs", run)
     with supervise(
-        root, steps=STEPS, options=("--run-id", "night.1", "--hang-timeout", "10"), TRAINEE_STEP_S=STEP_S
+        root, steps=STEPS, options=("--run-id", "night.1", "--hang-timeout", "5"), TRAINEE_STEP_S=STEP_S
     ) as run:
         run.wait_for_attempt(2, steps=13)
         os.kill(run.worker(1), signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_a_killed_worker_is_restarted_in_place_from_the_last_commit(story: Story
 
 def test_a_hung_worker_is_killed_with_all_others_and_the_reason_is_said(story: Story) -> None:
     log = story.logs["crash, hang, stop file"]
-    assert "try 2 crashed: no progress for 10 s; the last sign of life: step" in log
+    assert "try 2 crashed: no progress for 5 s; the last sign of life: step" in log
     assert (read_attempts(story.root)[3].restart_count or 0) >= 2
 
 
