@@ -63,6 +63,10 @@ def _check_derived(name: str, entry: Mapping[str, Any], listed: Mapping[str, Any
         or spans[entry["from"]].dtype != "F32"
     ):
         raise FormatError(f"the index derives {name} from {entry['from']!r}, which is no stored master of that weight")
+    if spans[entry["from"]].begin % 4:
+        raise FormatError(
+            f"the index derives {name} from {entry['from']!r}, which does not lie at a multiple of 4 bytes"
+        )
     at, master_at = entry["range"], master["range"]
     if at is None or master_at is None or not master_at[0] <= at[0] <= at[1] <= master_at[1]:
         raise FormatError(f"the index derives {name}, elements {at}, from a master that has the elements {master_at}")

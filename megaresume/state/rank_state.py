@@ -209,10 +209,10 @@ def plan_restore(
 ) -> RestorePlan:
     """Compare the stored index with this rank and plan the restore; touches nothing live.
 
-    `spans[name]` has `.dtype` and `.shape`. `streams` is None where random numbers are not to be restored. With
-    `weights_only` the model alone is taken: parameters, buffers and extra states; masters are then refreshed from the
-    weights. With `keep_run_options` the run's learning rates and weight decays stay. Differences in options that are
-    `set_by_schedule` are not listed.
+    `spans[name]` has `.dtype`, `.shape` and `.begin` (bytes). `streams` is None where random numbers are not to be
+    restored. With `weights_only` the model alone is taken: parameters, buffers and extra states; masters are then
+    refreshed from the weights. With `keep_run_options` the run's learning rates and weight decays stay. Differences in
+    options that are `set_by_schedule` are not listed.
 
     Raises StateMismatchError listing the differences (up to a dozen), FormatError for an index that is not of the
     documented form, of another version, or at odds with the tensors of its file.

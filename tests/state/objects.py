@@ -121,6 +121,7 @@ class Span(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0
 
 
 def spans_of(state: RankState) -> dict[str, Span]:

@@ -197,3 +197,16 @@ def test_an_index_that_derives_from_the_wrong_thing_is_refused(
     with pytest.raises(FormatError, match=words):
         plan_restore(index, header.tensors, with_masters(model), None, Registered({}))
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+
+
+def test_a_master_whose_numbers_are_cut_by_chunks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    model = Net(torch.bfloat16)
+    economy = sorted_out(with_masters(model))
+    path = tmp_path / "x.safetensors"
+    write_shard(path, economy.entries, identity=IDENTITY, index=economy.index)
+    header = read_header(path)
+    master = header.index["tensors"][W]["from"]
+    span = header.tensors[master]
+    spans = {**header.tensors, master: dataclasses.replace(span, begin=span.begin + 2, end=span.end + 2)}
+    with pytest.raises(FormatError, match="multiple of 4 bytes"):
+        plan_restore(header.index, spans, with_masters(model), None, Registered({}))

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,18 @@ def test_an_oversize_file_is_refused_unread(tmp_path: Path) -> None:
         strict_json.read_json_strict(path, 1000)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_reading_ahead_asks_for_all_of_it_and_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "x", list[tuple[int, int]]()
+    path.write_bytes(bytes(10))
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, length, advice: asked.append((offset, length)))
+    for where in (path, tmp_path / "nothing", tmp_path):
+        fs.read_ahead(where, 4096, (5 << 20) + 7)
+        for thread in [each for each in threading.enumerate() if each.name == "read-ahead"]:
+            thread.join()
+    ends = [offset + length for offset, length in asked]
+    assert [offset for offset, _ in asked] == [4096, *ends[:-1]] and ends[-1] == 4096 + (5 << 20) + 7
 
 
 # --- the seam --------------------------------------------------------------------------------------------------------
