@@ -20,6 +20,7 @@ from megaresume import DataParallelBatchSampler, ResumableDataLoader, ResumeMana
 from megaresume.data import BatchSizeSchedule
 from megaresume.errors import DataMismatchError, StateMismatchError
 from megaresume.megatron.parallel import update_microbatches
+from tests.harness import open_manager, start
 from tests.ranks import Ranks
 from tests.small_models import Run, SmallModel, build
 
@@ -224,3 +225,26 @@ def test_d20_every_rank_gets_its_own_stream_back(ranks: Ranks, tmp_path: Path) -
     assert whole[0] == whole[1] != whole[2] == whole[3], "tensor-parallel peers read the same, data-parallel ranks not"
     with pytest.raises(StateMismatchError, match="num_workers"):
         ranks.run(train_on_a_stream, config, tmp_path / "cut", 6, 1, world_size=4)
+
+
+def samples_by_step(config: SmallModel, root: Path, until: int) -> list[list[list[int]]]:
+    loop = start(config)
+    seen = []
+    with open_manager(loop, root) as manager:
+        manager.resume()
+        batches = iter(loop.sampler)
+        while manager.step < until:
+            step = [next(batches) for _ in range(manager.num_microbatches)]
+            result = loop.run.train_step(step)
+            manager.end_step(loss=result.loss, grad_norm=result.grad_norm)
+            seen.append(step)
+    return seen
+
+
+def test_s05_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
+    four_times_one, once_four = (SmallModel(micro_batch_size=size, global_batch_size=4) for size in (1, 4))
+    (whole,) = ranks.run(samples_by_step, four_times_one, tmp_path / "whole", 6, world_size=1)
+    ranks.run(samples_by_step, four_times_one, tmp_path / "cut", 3, world_size=1)
+    (resumed,) = ranks.run(samples_by_step, once_four, tmp_path / "cut", 6, world_size=1)
+    assert [len(step) for step in whole] == [4] * 6 and [len(step) for step in resumed] == [1] * 3
+    assert [sorted(sum(step, [])) for step in resumed] == [sorted(sum(step, [])) for step in whole[3:]]

@@ -156,7 +156,7 @@ def test_the_store_knows_torch_only_where_ranks_find_their_control_plane() -> No
     assert users <= {"megaresume.store.rendezvous"}
 
 
-def test_nothing_that_executes_what_it_reads_is_imported() -> None:
+def test_x03_x04_nothing_that_executes_what_it_reads_is_imported() -> None:
     dangerous = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
     assert [str(each) for each in imports() if each.target.split(".")[0] in dangerous] == []
 
