@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
+    if min(options.starts, options.rounds) < 1:
+        parser.error("--starts and --rounds must be at least 1")
     from benchmarks.storebench import report
 
     options.out.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ from megaresume.errors import (
 from megaresume.job import read_job
 from megaresume.journal import Journal
 from megaresume.megatron.parallel import reports_loss
-from megaresume.progress import is_unhealthy
+from megaresume.progress import why_unhealthy
 from megaresume.resume_request import Choice, Request, choose, is_uri, parse_request
 from megaresume.run_objects import TRAIN, RunObjects, Shared, agree_on_shape, find_place, gather_objects
 from megaresume.saver import Saver
@@ -646,7 +646,7 @@ class ResumeManager:
                         keep_last=self._keep_last,
                         attempt=attempt.attempt,
                         recycle=self._recycle,
-                        unhealthy=is_unhealthy,
+                        unhealthy=why_unhealthy,
                     )
                 except MegaresumeError as error:
                     # The save is done, and what rank 0 alone cannot tidy up must not part it from the others.

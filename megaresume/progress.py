@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -12,8 +11,6 @@ from megaresume.state import trainer_state
 from megaresume.state.trainer_state import TrainerState
 from megaresume.store import layout
 from megaresume.store.discovery import find_candidates, open_checkpoint
-
-logger = logging.getLogger("megaresume.progress")
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,14 @@ def read_progress(root: str | PathLike[str]) -> Progress:
     return progress_of(candidates[0].path)
 
 
-def is_unhealthy(checkpoint: Path) -> bool:
-    """Whether loss or gradient norm of a checkpoint's last step were not finite. One whose `trainer_state.json` cannot
-    be read is none to go back to either; one that says nothing of its health is taken for healthy."""
+def why_unhealthy(checkpoint: Path) -> str | None:
+    """Why a run should not go back to this checkpoint: loss or gradient norm of its last step were not finite, or its
+    `trainer_state.json` cannot be read. None for a healthy one, and for one that says nothing of its health."""
     try:
-        return progress_of(checkpoint).state.healthy is False
+        healthy = progress_of(checkpoint).state.healthy
     except MegaresumeError as error:
-        logger.warning("not taken for healthy: %s", error)
-        return True
+        return str(error)
+    return "loss or gradient norm of its last step were not finite" if healthy is False else None
 
 
 def progress_of(checkpoint: Path) -> Progress:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaresume.errors import CheckpointNotFoundError, ConfigurationError
 from megaresume.job import Job
-from megaresume.progress import is_unhealthy
+from megaresume.progress import why_unhealthy
 from megaresume.store import layout
 from megaresume.store.attempts import Attempt, read_attempts
 from megaresume.store.discovery import Candidate, Passed, find_candidates, open_checkpoint
@@ -124,12 +124,10 @@ def choose(root: Path, request: Request, *, job: Job, start_fresh: bool) -> Choi
     if request.kind == "step" or _is_own(request.directory, root):
         return _choose_own(root, request, candidates, passed, job)
     if request.kind == "last_healthy":
-        unhealthy = [each for each in candidates if is_unhealthy(each.path)]
-        reason = "loss or gradient norm of its last step were not finite"
-        candidates = [each for each in candidates if each not in unhealthy]
-        passed = sorted(
-            [*passed, *(Passed(each.path, each.step, reason) for each in unhealthy)], key=lambda one: -one.step
-        )
+        reasons = {each.path: why_unhealthy(each.path) for each in candidates}
+        unhealthy = [Passed(each.path, each.step, reason) for each in candidates if (reason := reasons[each.path])]
+        candidates = [each for each in candidates if reasons[each.path] is None]
+        passed = sorted([*passed, *unhealthy], key=lambda one: one.step, reverse=True)
     if candidates:
         followed = None
         if request.directory is not None:
@@ -198,7 +196,12 @@ def _went_back(attempts: Sequence[Attempt], step: int | None, job: str | None) -
 def _check_fresh_start(root: Path, request: Request, passed: Sequence[Passed], job: Job) -> None:
     """Raise CheckpointNotFoundError where beginning again would bury a history, or begin one in the wrong directory."""
     listed = "".join(f"\n  {each.path.name}: {each.reason}" for each in passed) or "\n  (no step directory is there)"
-    if request.kind in ("latest", "last_healthy"):
+    if request.kind == "last_healthy":
+        raise CheckpointNotFoundError(
+            f"{root}: no checkpoint is of a healthy state.{listed}\nTo go on from one of them all the same, name its "
+            "step; to go on from the newest, leave resume_from out."
+        )
+    if request.kind == "latest":
         raise CheckpointNotFoundError(
             f"{root}: no checkpoint can be resumed from, though one was asked for.{listed}\nCheck the path; where "
             "there is none, a run without resume_from starts from step 0."

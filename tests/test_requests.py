@@ -14,8 +14,9 @@ import pytest
 
 from megaresume import errors as named
 from megaresume import resume_from_checkpoint
-from megaresume.errors import ConfigurationError, MegaresumeError
-from megaresume.resume_request import parse_request
+from megaresume.errors import CheckpointNotFoundError, ConfigurationError, MegaresumeError
+from megaresume.job import read_job
+from megaresume.resume_request import choose, parse_request
 from megaresume.store import layout
 from tests.harness import (
     Outcome,
@@ -41,6 +42,7 @@ from tests.refusals import (
     whole_run,
 )
 from tests.small_models import SmallModel
+from tests.store.worlds import claim, save_alone
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +244,13 @@ def test_a18_a_run_gone_astray_goes_back_to_where_its_loss_was_finite(ranks: Ran
             "step-00000005",
             "step-00000004",
         ]
+
+
+def test_a18_where_none_is_healthy_each_says_why_and_the_way_out_is_named(tmp_path: Path) -> None:
+    attempt = claim(tmp_path)
+    save_alone(tmp_path, attempt, 10, 20)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        choose(tmp_path, parse_request("last_healthy"), job=read_job(), start_fresh=False)
+    text = str(caught.value)
+    assert text.count("trainer_state.json: ") == 2 and "not finite" not in text, "its own reason, not that of others"
+    assert "name its step" in text

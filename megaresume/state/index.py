@@ -10,23 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from megaresume.errors import FormatError
+from megaresume.store.strict_json import Misplaced
 
 INDEX_VERSION = 1
 
-# Takes a value; raises _Misformed unless it is of the form.
+# Takes a value; raises Misplaced unless it is of the form.
 Check: TypeAlias = Callable[[Any], None]
-
-
-class _Misformed(Exception):
-    """Why a value is not of its form; the containers around it add where it stands, from the inside out. Thousands of
-    values are looked at for one that is wrong, so that nothing is put into words before."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason, self.where = reason, ""
-
-    def within(self, place: str) -> _Misformed:
-        self.where = place + self.where
-        return self
 
 
 def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
@@ -40,7 +29,7 @@ def check_index(index: Mapping[str, Any], spans: Mapping[str, Any]) -> None:
         raise FormatError(f"the index is of version {version!r}, this release reads version {INDEX_VERSION}")
     try:
         _INDEX(index)
-    except _Misformed as error:
+    except Misplaced as error:
         raise FormatError(f"the index{error.where}: {error.reason}") from None
     listed = index["tensors"]
     stored = {name for name, entry in listed.items() if entry["kind"] == "stored"}
@@ -72,8 +61,8 @@ def _check_derived(name: str, entry: Mapping[str, Any], listed: Mapping[str, Any
         raise FormatError(f"the index derives {name}, elements {at}, from a master that has the elements {master_at}")
 
 
-def _wrong(expected: str, found: Any) -> _Misformed:
-    return _Misformed(f"expected {expected}, found {str(found)[:80]!r}")
+def _wrong(expected: str, found: Any) -> Misplaced:
+    return Misplaced(f"expected {expected}, found {str(found)[:80]!r}")
 
 
 def _anything(value: Any) -> None:
@@ -120,7 +109,7 @@ def _list_of(check: Check) -> Check:
         for number, part in enumerate(value):
             try:
                 check(part)
-            except _Misformed as error:
+            except Misplaced as error:
                 raise error.within(f"[{number}]") from None
 
     return check_list
@@ -133,7 +122,7 @@ def _object_of(check: Check) -> Check:
         for name, part in value.items():
             try:
                 check(part)
-            except _Misformed as error:
+            except Misplaced as error:
                 raise error.within(f": {name}") from None
 
     return check_object
@@ -151,10 +140,10 @@ def _record(optional: Mapping[str, Check] | None = None, **fields: Check) -> Che
             if name in value:
                 try:
                     check(value[name])
-                except _Misformed as error:
+                except Misplaced as error:
                     raise error.within(f": {name}") from None
             elif not may_be_missing:
-                raise _Misformed(f"{name} is missing")
+                raise Misplaced(f"{name} is missing")
 
     return check_record
 

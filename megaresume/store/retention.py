@@ -30,13 +30,13 @@ def prune(
     keep_last: int,
     attempt: int,
     recycle: bool = False,
-    unhealthy: Callable[[Path], bool] = lambda path: False,
+    unhealthy: Callable[[Path], str | None] = lambda path: None,
 ) -> list[Path]:
     """Remove the branch's checkpoints beyond the newest `keep_last`; return the paths they had. With `recycle` the
     files of the one removed last stay out of sight, for the next save to write over.
 
-    `unhealthy` tells of a checkpoint's directory whether its run had gone astray by then. Where all that would stay are
-    so, the newest one that is not stays too.
+    `unhealthy` tells of a checkpoint's directory why a run should not go back to it, or None. Where that is so of all
+    that would stay, the newest one of which it is not stays too.
 
     Removes nothing where an attempt newer than `attempt` exists, for then this process is an orphan. Raises
     `ConfigurationError` for a `keep_last` below 1, else only what listing the root raises.

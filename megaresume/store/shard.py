@@ -280,7 +280,7 @@ def stream_tensors(
     verify: bool = True,
     make_room: Callable[[int], Room] = bytearray,
 ) -> None:
-    """Read the tensors named in `targets`, each by threads of our own.
+    """Read the tensors named in `targets` with threads of its own; returns when all are there.
 
     Chunks in which no target has a part are not read. With `verify` each chunk is checked, before any sink is told of
     it; memory may hold bad bytes by the time that this raises. `make_room` gives a reader its memory (as many bytes as

@@ -113,14 +113,14 @@ def _check_depth(value: JSON) -> None:
             raise ValueError(f"more than {MAX_JSON_DEPTH} levels deep")
 
 
-class _Unwritable(Exception):
-    """Why a value is no strict JSON; the containers around it add where it stands, from the inside out. An index has
-    thousands of values, of which none is wrong, so that nothing is put into words before."""
+class Misplaced(Exception):
+    """Why a value is not of its form; the containers around it add where it stands, from the inside out. Thousands of
+    values are looked at for one that is wrong, so that nothing is put into words before."""
 
     def __init__(self, reason: str) -> None:
         self.reason, self.where = reason, ""
 
-    def within(self, place: str) -> _Unwritable:
+    def within(self, place: str) -> Misplaced:
         self.where = place + self.where
         return self
 
@@ -128,7 +128,7 @@ class _Unwritable(Exception):
 def _check_writable(value: JSON) -> None:
     try:
         _walk(value, 0)
-    except _Unwritable as error:
+    except Misplaced as error:
         raise ConfigurationError(f"value{error.where}: {error.reason}") from None
 
 
@@ -139,26 +139,26 @@ def _walk(value: JSON, depth: int) -> None:
         pass
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise _Unwritable(f"JSON has no {value}; leave it out, or write it as a string.")
+            raise Misplaced(f"JSON has no {value}; leave it out, or write it as a string.")
     elif not isinstance(value, (dict, list, tuple)):
         found = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise _Unwritable(f"JSON holds no {found}; convert it to a plain number, string or list.")
+        raise Misplaced(f"JSON holds no {found}; convert it to a plain number, string or list.")
     elif depth == MAX_JSON_DEPTH:
-        raise _Unwritable(f"more than {MAX_JSON_DEPTH} levels deep, which our readers refuse.")
+        raise Misplaced(f"more than {MAX_JSON_DEPTH} levels deep, which our readers refuse.")
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise _Unwritable(f"keys of a JSON object are strings, found {key!r} of type {type(key).__name__}.")
+                raise Misplaced(f"keys of a JSON object are strings, found {key!r} of type {type(key).__name__}.")
             _check_text(key)
             try:
                 _walk(item, depth + 1)
-            except _Unwritable as error:
+            except Misplaced as error:
                 raise error.within(f".{key}") from None
     else:
         for position, item in enumerate(value):
             try:
                 _walk(item, depth + 1)
-            except _Unwritable as error:
+            except Misplaced as error:
                 raise error.within(f"[{position}]") from None
 
 
@@ -168,4 +168,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Unwritable(f"{text!r} holds half a surrogate pair, which is no text.") from None
+        raise Misplaced(f"{text!r} holds half a surrogate pair, which is no text.") from None

@@ -172,5 +172,5 @@ def test_a18_the_newest_healthy_checkpoint_outlives_the_last_n(
     attempt = claim(tmp_path)
     save_alone(tmp_path, attempt, 10, 20, 30, 40, 50)
     healthy = {tmp_path / layout.step_directory(step) for step in finite}
-    prune(tmp_path, keep_last=2, attempt=attempt.attempt, unhealthy=lambda path: path not in healthy)
+    prune(tmp_path, keep_last=2, attempt=attempt.attempt, unhealthy=lambda path: None if path in healthy else "NaN")
     assert steps(tmp_path) == stay
